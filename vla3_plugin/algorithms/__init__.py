@@ -1,0 +1,1 @@
+"""Advantages, losses, granularities and filters: pure tensor functions."""

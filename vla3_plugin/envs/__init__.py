@@ -1,0 +1,1 @@
+"""Simulators behind one interface, each in a child interpreter of its own."""

@@ -1,0 +1,1 @@
+"""Demonstrations by scripted experts, and behaviour cloning from them."""

@@ -1,0 +1,1 @@
+"""The learner: engines, actor worker and the weight plane."""

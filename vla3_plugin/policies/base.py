@@ -1,0 +1,68 @@
+"""The interface every policy family implements: prepare, act, evaluate.
+
+``prepare`` and ``act`` run in a policy worker; ``forward`` runs in the learner, wrapped by FSDP, which is why it is the
+one entry point for everything that needs gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from vla3_plugin.contract import Observation
+
+NoiseKey = tuple[int, int, int]  # (run seed, episode id, chunk index)
+
+
+@dataclass
+class ActionChunk:
+    """A batch of B predicted chunks of C actions of dimension A.
+
+    ``actions`` float32 [B, C, A] in environment units, after un-normalisation and gripper convention. ``logprob``
+    float32 [B, C, D], the finest level (D = A for flow policies), zeros in evaluation mode. ``value`` float32 [B, 1]
+    or [B, C]. ``trace``: tensors [B, ...] that, with the prepared inputs, make the log-prob recomputable.
+    """
+
+    actions: Tensor
+    logprob: Tensor
+    value: Tensor
+    trace: dict[str, Tensor] = field(default_factory=dict)
+
+
+class VLAPolicy(nn.Module):
+    """Base class of policy families."""
+
+    family: str
+
+    def prepare(self, observations: Sequence[Observation]) -> dict[str, Tensor]:
+        """Model inputs [B, ...] of fixed shapes, compact enough to store: uint8 images, raw float state, token ids."""
+        raise NotImplementedError
+
+    def act(
+        self, inputs: dict[str, Tensor], noise_keys: Sequence[NoiseKey], mode: Literal["train", "eval"]
+    ) -> ActionChunk:
+        """Sample a chunk per row. Row i's noise depends on ``noise_keys[i]`` alone, not on its place in the batch.
+
+        ``train`` samples from the stochastic policy whose log-prob is returned; ``eval`` is the noise-free policy
+        (for a flow policy: the initial noise is still drawn from the key, the denoising is the ODE).
+        """
+        raise NotImplementedError
+
+    def forward(self, batch: dict[str, Tensor], task: Literal["evaluate", "sft"]) -> dict[str, Tensor]:
+        """``evaluate``: ``logprob`` [B, C, D], ``entropy`` [B, C, D], ``value`` of the stored samples (inputs and
+        ``trace.*`` keys). ``sft``: ``loss`` [B, C, A] per element against ``actions`` [B, C, A] in environment units.
+        """
+        raise NotImplementedError
+
+    def save(self, path: Path, state: dict[str, Tensor] | None = None) -> None:
+        """Write a self-contained directory (safetensors, config, processing) that ``load_policy`` reads back."""
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, Any]:
+        """Sizes and settings for the preflight summary."""
+        return {"family": self.family, "parameters": sum(p.numel() for p in self.parameters())}

@@ -1,0 +1,1 @@
+"""Turning observations into chunks and episodes into stored trajectories."""
