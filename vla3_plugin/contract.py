@@ -156,3 +156,33 @@ class ChunkResult:
 def check_actions(actions: np.ndarray, spec: EnvSpec, producer: str) -> None:
     """Refuse an action batch [n, C, A] that is not float32, not of the declared dimension, or not finite."""
     _check(producer, "actions", actions, np.float32, (None, None, spec.action_dim))
+
+
+@dataclass
+class Trajectory:
+    """One finished episode as T samples, one per chunk step.
+
+    ``samples`` maps a field to an array [T, ...]: ``in.*`` (prepared inputs), ``trace.*``, ``logprob``, ``value``,
+    ``rewards``, ``terminated``, ``truncated``, ``valid``, ``version`` and ``bootstrap`` (the value of the final
+    observation at the chunk that was truncated, else 0; shaped like ``value``).
+    """
+
+    episode: Episode
+    samples: dict[str, np.ndarray]
+    success: bool
+    frames: list[np.ndarray] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.samples["valid"])
+
+    @property
+    def episode_return(self) -> float:
+        return float(self.samples["rewards"].sum())
+
+    @property
+    def control_steps(self) -> int:
+        return int(self.samples["valid"].sum())
+
+    def keys(self) -> list[str]:
+        """Names of the samples in the store; unique within a run, sortable into episode order."""
+        return [f"{self.episode.episode_id}_{t}" for t in range(len(self))]

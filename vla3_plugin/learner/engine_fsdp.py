@@ -1,0 +1,140 @@
+"""verl's FSDP engine for a ``VLAPolicy``: how the module is built, run on a micro-batch, and exported.
+
+Everything about sharding, mixed precision, offload, optimizer, clipping and sharded checkpoints stays verl's.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+from verl.workers.engine.utils import detach_tree
+
+from vla3_plugin.learner import fields
+from vla3_plugin.learner.model_config import ModelCard
+
+
+@EngineRegistry.register(model_type="vla_policy", backend=["fsdp", "fsdp2"], device=["cuda", "npu", "cpu"])
+class VLAFSDPEngine(FSDPEngine):
+    """One rank of the learner. FSDP2 runs everywhere; FSDP1 needs parameters on an accelerator."""
+
+    def _build_module(self) -> nn.Module:
+        from vla3_plugin.policies.registry import load_policy
+
+        torch.set_num_threads(self.model_config.cpu_threads)
+        policy = load_policy(self.model_config.path, **self.model_config.options)
+        self.policy = policy  # the unwrapped object: processing, save(); its parameters are sharded in place
+        policy.to(PrecisionType.to_dtype(self.engine_config.model_dtype or "fp32"))
+        if self.model_config.enable_gradient_checkpointing:
+            policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return policy
+
+    def _build_lora_module(self, module: nn.Module) -> nn.Module:
+        from peft import LoraConfig, get_peft_model
+        from verl.utils.py_functional import convert_to_regular_types
+
+        config = self.model_config
+        targets = convert_to_regular_types(config.target_modules)
+        lora = LoraConfig(
+            r=config.lora_rank,
+            lora_alpha=config.lora_alpha,
+            target_modules=module.lora_targets if targets == "all-linear" else targets,
+            exclude_modules=convert_to_regular_types(config.exclude_modules),
+            modules_to_save=["value_head"],  # new in RL: nothing to adapt, all of it must train
+            bias="none",
+        )
+        wrapped = get_peft_model(module, lora)
+        wrapped.config = ModelCard(config.model_type)
+        wrapped.can_generate = lambda: False
+        return wrapped
+
+    def _build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        from verl.workers.config.optimizer import build_optimizer
+
+        value_lr = self.model_config.value_lr
+        trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        if value_lr is None:
+            return build_optimizer([p for _, p in trained], self.optimizer_config)
+        groups = [
+            {"params": [p for n, p in trained if "value_head" not in n]},
+            {"params": [p for n, p in trained if "value_head" in n], "lr": value_lr},
+        ]
+        return build_optimizer([g for g in groups if g["params"]], self.optimizer_config)
+
+    def forward_backward_batch(
+        self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
+    ) -> dict[str, Any]:
+        """Micro-batches of any size, the last one shorter: losses are sums, divided once by the global counts."""
+        data = fields.densify(data)
+        size = data["micro_batch_size_per_gpu"]
+        totals = self._global_counts(data) if loss_function is not None else {}
+        starts = range(0, len(data), size)
+        outputs = []
+        for start in starts:
+            last = start + size >= len(data)
+            sync = nullcontext() if forward_only else self._gradient_sync_context(is_last_micro_batch=last)
+            with torch.set_grad_enabled(not forward_only), sync:
+                micro_batch = tu.index_select_tensor_dict(data, list(range(start, min(start + size, len(data)))))
+                tu.assign_non_tensor(micro_batch, **totals)
+                loss, meta = self.forward_step(micro_batch, loss_function, forward_only)
+                if not forward_only:
+                    loss.backward() if self.scaler is None else self.scaler.scale(loss).backward()
+                    meta.pop("model_output")
+            outputs.append(meta)
+        return _merge(outputs)
+
+    def _global_counts(self, data: TensorDict) -> dict[str, float]:
+        masks = [fields.POLICY_MASK, fields.VALUE_MASK]
+        counts = torch.tensor([float(data[m].sum()) if m in data.keys() else 0.0 for m in masks], dtype=torch.float64)
+        counts = counts.to(get_device_id())
+        torch.distributed.all_reduce(counts, group=self.get_data_parallel_group())
+        return {
+            "policy_count": max(counts[0].item(), 1.0),
+            "value_count": max(counts[1].item(), 1.0),
+            "dp_size": float(self.get_data_parallel_size()),  # FSDP averages gradients over ranks; the loss is a sum
+        }
+
+    def forward_step(
+        self, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool
+    ) -> tuple[Tensor, dict[str, Any]]:
+        micro_batch = micro_batch.to(get_device_id())
+        task = tu.get_non_tensor_data(micro_batch, "task", "evaluate")
+        output = self.module(fields.policy_batch(micro_batch), task=task)
+        if loss_function is None:
+            loss, metrics = torch.zeros(()), {}
+        else:
+            loss, metrics = loss_function(
+                model_output=output, data=micro_batch, dp_group=self.get_data_parallel_group()
+            )
+        # names of their own: forward-only outputs go into the store beside the rollout's
+        reported = {f"learner_{name}": value for name, value in detach_tree(output).items()}
+        return loss, {"model_output": reported, "loss": loss.detach().item(), "metrics": metrics}
+
+    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """verl's sharded checkpoint, and beside it the whole policy as plain safetensors in ``policy/``."""
+        super().save_checkpoint(local_path, *args, **kwargs)
+        state = {name: tensor.detach().cpu().clone() for name, tensor in self.get_per_tensor_param()[0]}
+        if self.rank == 0:
+            self.policy.save(Path(local_path).parent / "policy", state)
+        torch.distributed.barrier()
+
+
+def _merge(outputs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Join micro-batch outputs in the form verl's TrainingWorker expects."""
+    model_output: dict[str, Tensor] = {}
+    if outputs and "model_output" in outputs[0]:
+        for key in outputs[0]["model_output"]:
+            model_output[key] = torch.cat([o["model_output"][key] for o in outputs])
+    metrics: dict[str, list] = {}
+    for output in outputs:
+        for key, value in output["metrics"].items():
+            metrics.setdefault(key, []).append(value)
+    return {"model_output": model_output, "loss": [o["loss"] for o in outputs], "metrics": metrics}

@@ -1,0 +1,42 @@
+"""Names of the fields of one training sample (one chunk step) in the store, and how a batch is split by them.
+
+``in.*`` are the policy's prepared inputs and ``trace.*`` what makes the log-prob recomputable; together they are what
+``VLAPolicy.forward`` gets. The rest belongs to the learner.
+"""
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+INPUT, TRACE = "in.", "trace."
+
+LOGPROB = "logprob"  # [N, C, D] behaviour policy, finest level
+VALUE = "value"  # [N, 1] or [N, C] behaviour policy
+ADVANTAGES = "advantages"  # [N, L], L: elements of the policy loss after granularity
+RETURNS = "returns"  # like VALUE
+POLICY_MASK = "loss_mask"  # [N, L] bool as float; verl's engines expect this name
+VALUE_MASK = "value_mask"  # like VALUE
+STEP_MASK = "valid"  # [N, C]
+REF_LOGPROB = "ref_logprob"  # [N, C, D]
+LEARNER_LOGPROB = "learner_logprob"  # [N, C, D] forward-only output of the learner
+LEARNER_ENTROPY = "learner_entropy"
+LEARNER_VALUE = "learner_value"
+
+
+def densify(data: TensorDict) -> TensorDict:
+    """Stack what TransferQueue hands back as jagged nested tensors although all rows have one shape."""
+    for key, value in list(data.items()):
+        if isinstance(value, Tensor) and value.is_nested:
+            data[key] = torch.stack(list(value.unbind()))
+    return data
+
+
+def policy_batch(data: TensorDict) -> dict[str, Tensor]:
+    """What ``VLAPolicy.forward`` gets of a batch: inputs under their own names, traces under ``trace.*``."""
+    batch = {}
+    for key, value in data.items():
+        if key.startswith(INPUT):
+            batch[key[len(INPUT) :]] = value
+        elif key.startswith(TRACE):
+            batch[key] = value
+    return batch

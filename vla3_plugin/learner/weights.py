@@ -1,0 +1,128 @@
+"""The weight plane on CPUs: a verl checkpoint-engine backend that broadcasts one verified flat buffer over gloo.
+
+On GPUs the recipes use verl's own backends (nccl); this one exists because all of verl's need an accelerator. Each
+publication carries its version, its parameter count and a checksum; a receiver yields nothing it has not verified.
+"""
+
+import json
+import socket
+import zlib
+from collections.abc import AsyncGenerator, Generator
+from datetime import timedelta
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+
+BACKEND = "vla3_gloo"
+_TIMEOUT = timedelta(seconds=300)
+
+
+class WeightError(RuntimeError):
+    """A publication that is not what its manifest says."""
+
+
+def pack(weights: Generator[tuple[str, Tensor], None, None], version: int) -> tuple[dict[str, Any], Tensor]:
+    """One contiguous byte buffer and the manifest that describes and verifies it."""
+    entries, parts, offset = [], [], 0
+    for name, tensor in weights:  # every actor rank must drain the generator: it runs the all-gathers
+        tensor = tensor.detach().cpu().contiguous()
+        data = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+        entries.append([name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), offset])
+        parts.append(data)
+        offset += data.numel()
+    buffer = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+    manifest = {
+        "version": version,
+        "count": len(entries),
+        "bytes": buffer.numel(),
+        "crc32": zlib.crc32(memoryview(buffer.numpy())),
+        "entries": entries,
+    }
+    return manifest, buffer
+
+
+def unpack(manifest: dict[str, Any], buffer: Tensor, expected_version: int | None) -> list[tuple[str, Tensor]]:
+    """The named tensors of a publication.
+
+    Raises:
+        WeightError: version, count, size or checksum differ from the manifest or from what was announced.
+    """
+    if expected_version is not None and manifest["version"] != expected_version:
+        raise WeightError(f"weights of version {manifest['version']} arrived, version {expected_version} was announced")
+    if manifest["count"] != len(manifest["entries"]) or manifest["bytes"] != buffer.numel():
+        raise WeightError(
+            f"version {manifest['version']}: {len(manifest['entries'])} tensors in {buffer.numel()} bytes arrived, "
+            f"the manifest says {manifest['count']} in {manifest['bytes']}"
+        )
+    checksum = zlib.crc32(memoryview(buffer.numpy()))
+    if checksum != manifest["crc32"]:
+        raise WeightError(f"version {manifest['version']}: checksum {checksum:#010x}, published {manifest['crc32']:#010x}")
+    tensors = []
+    for name, shape, dtype, offset in manifest["entries"]:
+        kind = getattr(torch, dtype)
+        size = torch.Size(shape).numel() * kind.itemsize
+        # a copy, because views into the buffer need not be aligned to their dtype
+        tensors.append((name, buffer[offset : offset + size].clone().view(kind).reshape(shape)))
+    return tensors
+
+
+@CheckpointEngineRegistry.register(BACKEND)
+class GlooCheckpointEngine(CheckpointEngine):
+    """Actor rank 0 broadcasts to every rollout worker; the other actor ranks only take part in the all-gathers."""
+
+    def __init__(self, bucket_size: int, is_master: bool = False, **_: Any) -> None:
+        self.is_master = is_master
+        self.group: Any = None
+
+    def prepare(self) -> dict[str, Any]:
+        if not self.is_master:
+            return {}
+        address = ray.util.get_node_ip_address().strip("[]")
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            return {"address": address, "port": probe.getsockname()[1]}
+
+    @classmethod
+    def build_topology(cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict]):
+        world = 1 + rollout_world_size
+
+        def side(ranks: list[int]) -> dict[str, list[Any]]:
+            return {"rank": ranks, "world_size": [world] * len(ranks), "meta": [metadata[0]] * len(ranks)}
+
+        return side([0] + [-1] * (actor_wg_world_size - 1)), side(list(range(1, world)))
+
+    def init_process_group(self, rank: int, world_size: int, meta: dict[str, Any]) -> None:
+        if rank < 0:
+            return
+        self.store = dist.TCPStore(meta["address"], meta["port"], world_size, rank == 0, timeout=_TIMEOUT)
+        self.group = dist.ProcessGroupGloo(self.store, rank, world_size, _TIMEOUT)
+
+    def finalize(self) -> None:
+        self.group = self.store = None
+
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        self.group.broadcast([tensor], options).wait()
+        return tensor
+
+    async def send_weights(self, weights, global_steps: int | None = None) -> dict[str, float]:
+        manifest, buffer = pack(weights, -1 if global_steps is None else global_steps)
+        if self.group is None:
+            return {}
+        header = torch.frombuffer(bytearray(json.dumps(manifest).encode()), dtype=torch.uint8)
+        self._broadcast(torch.tensor([header.numel(), buffer.numel()]))
+        self._broadcast(header)
+        self._broadcast(buffer)
+        return {"weights/bytes": float(buffer.numel()), "weights/tensors": float(manifest["count"])}
+
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, Tensor], None]:
+        sizes = self._broadcast(torch.zeros(2, dtype=torch.int64)).tolist()
+        header = self._broadcast(torch.empty(sizes[0], dtype=torch.uint8))
+        buffer = self._broadcast(torch.empty(sizes[1], dtype=torch.uint8))
+        for name, tensor in unpack(json.loads(header.numpy().tobytes()), buffer, global_steps):
+            yield name, tensor

@@ -1,0 +1,45 @@
+"""Which profile a recipe takes: ``cpu`` (embedded nano policy, minutes) or ``gpu`` (public checkpoint, full defaults).
+
+The choice happens while Hydra composes, through the resolver ``${vla3_profile:}`` in the recipes' defaults lists, so
+that ``--cfg job`` shows what will run and every ordinary override still wins over the profile's values.
+"""
+
+import os
+import sys
+
+PROFILES = ("cpu", "gpu")
+_OVERRIDE = "vla3.profile="
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def requested_profile(argv: list[str] | None = None) -> str:
+    """``auto``, ``cpu`` or ``gpu``: the command line's ``vla3.profile=``, else ``VLA3_PROFILE``, else ``auto``."""
+    for argument in reversed(sys.argv[1:] if argv is None else argv):
+        if argument.lstrip("+").startswith(_OVERRIDE):
+            return argument.split("=", 1)[1].strip("'\"")
+    return os.environ.get("VLA3_PROFILE", "auto")
+
+
+def resolve_profile() -> str:
+    """The profile of this run.
+
+    Raises:
+        ValueError: the requested one is neither ``auto`` nor one of ``PROFILES``.
+    """
+    requested = requested_profile()
+    if requested == "auto":
+        return "gpu" if has_gpu() else "cpu"
+    if requested not in PROFILES:
+        raise ValueError(f"vla3.profile is {requested!r}, expected one of auto, {', '.join(PROFILES)}")
+    return requested
+
+
+def register_resolvers() -> None:
+    from omegaconf import OmegaConf
+
+    OmegaConf.register_new_resolver("vla3_profile", resolve_profile, replace=True)

@@ -1,0 +1,156 @@
+"""The env worker: a process that owns simulator children, asks its policy worker for chunks and stores trajectories.
+
+``InteractionManager`` stands where verl's agent-loop manager stands (``rollout.agent.agent_loop_manager_class``): it
+spreads assigned episodes over the env workers. Observations and trajectories never pass through the driver.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from omegaconf import OmegaConf
+
+from vla3_plugin.contract import EnvSpec, Episode, Trajectory
+from vla3_plugin.rollout.interaction import Arrays, LockstepInteraction, Mode
+
+
+def summarise(trajectory: Trajectory) -> dict[str, Any]:
+    """What the driver needs to know of a trajectory: scalars and the names of its samples."""
+    return {
+        "keys": trajectory.keys(),
+        "episode": trajectory.episode.to_json(),
+        "success": trajectory.success,
+        "return": trajectory.episode_return,
+        "control_steps": trajectory.control_steps,
+        "version": int(trajectory.samples["version"].min()),
+    }
+
+
+@ray.remote(num_cpus=0)
+class EnvWorker:
+    """``env``: name, processes, slots_per_process, python, timeout_s, options (see ``config.EnvConfig``)."""
+
+    def __init__(self, rank: int, env: dict[str, Any], policy_path: str, policy_worker: Any, seed: int) -> None:
+        import transfer_queue as tq
+
+        from vla3_plugin.envs.process import EnvProcess
+        from vla3_plugin.envs.registry import env_target
+        from vla3_plugin.policies.registry import load_processing
+
+        tq.init()
+        self.policy_worker = policy_worker
+        self.processing = load_processing(policy_path)
+        target = env_target(env["name"])
+        self.envs = [
+            EnvProcess(
+                target,
+                env["options"],
+                num_slots=env["slots_per_process"],
+                python=env["python"],
+                timeout_s=env["timeout_s"],
+                name=f"{env['name']}/{rank}.{i}",
+            )
+            for i in range(env["processes"])
+        ]
+        self.processing.check_env(self.envs[0].spec)
+        self.interaction = LockstepInteraction(self.envs, self._prepare, self._act, seed)
+        self.policy_s = 0.0
+
+    def spec(self) -> dict[str, Any]:
+        return self.envs[0].spec.to_json()
+
+    def _prepare(self, observations: Sequence[Any]) -> Arrays:
+        return {name: tensor.numpy() for name, tensor in self.processing.prepare(observations).items()}
+
+    def _act(self, inputs: Arrays, keys: Sequence[Any], mode: Mode) -> Arrays:
+        start = time.perf_counter()
+        output = ray.get(self.policy_worker.act.remote(inputs, list(keys), mode))
+        self.policy_s += time.perf_counter() - start
+        return output
+
+    def collect(self, episodes: list[dict[str, int]], mode: Mode, videos: dict[int, str]) -> dict[str, Any]:
+        """Run the assigned episodes; store them when training; write a video of those in ``videos`` (id → path)."""
+        start, self.policy_s = time.perf_counter(), 0.0
+        plan = [Episode(**e) for e in episodes]
+        summaries = []
+        for trajectory in self.interaction.run(plan, mode, frozenset(videos)):
+            if mode == "train":
+                from vla3_plugin.rollout.store import put_trajectory
+
+                put_trajectory(trajectory)
+            summaries.append(summarise(trajectory))
+            path = videos.get(trajectory.episode.episode_id)
+            if path is not None:
+                _write_video(Path(path), trajectory, self.envs[0].spec)
+        elapsed = time.perf_counter() - start
+        return {"trajectories": summaries, "seconds": elapsed, "policy_seconds": self.policy_s}
+
+    def close(self) -> None:
+        self.interaction.close()
+
+
+def _write_video(path: Path, trajectory: Trajectory, spec: EnvSpec) -> None:
+    from vla3_plugin.telemetry.video import write_video
+
+    write_video(path, np.stack(trajectory.frames), fps=spec.control_hz, success=trajectory.success)
+
+
+class InteractionManager:
+    """Spreads episodes over env workers and waits for them."""
+
+    def __init__(self, workers: list[Any], deadline_s: float) -> None:
+        self.workers, self.deadline_s = workers, deadline_s
+        self.env_spec = EnvSpec.from_json(self._get([workers[0].spec.remote()], "start their simulators")[0])
+
+    @classmethod
+    def create(cls, config: Any, llm_client: list[Any], **_: Any) -> "InteractionManager":
+        """verl's hook; ``llm_client`` is what ``VLA3Trainer.get_llm_client`` returned: the policy workers."""
+        vla3 = OmegaConf.to_container(config.vla3, resolve=True)
+        env = vla3["env"]
+        workers = [
+            EnvWorker.remote(rank, env, config.actor_rollout_ref.model.path, policy, vla3["seed"])
+            for rank, policy in ((r, llm_client[r % len(llm_client)]) for r in range(env["workers"]))
+        ]
+        return cls(workers, env["deadline_s"])
+
+    def _get(self, refs: list[Any], what: str) -> list[Any]:
+        ready, pending = ray.wait(refs, num_returns=len(refs), timeout=self.deadline_s)
+        if pending:
+            late = [i for i, ref in enumerate(refs) if ref in set(pending)]
+            raise TimeoutError(
+                f"env workers {late} did not {what} within vla3.env.deadline_s = {self.deadline_s} s; "
+                "raise it if the simulator is that slow, otherwise look at the workers' stderr"
+            )
+        return ray.get(refs)
+
+    def collect(self, episodes: Sequence[Episode], mode: Mode, videos: dict[int, str] | None = None) -> dict[str, Any]:
+        """All trajectories of ``episodes``, in the plan's order, with the time the workers took."""
+        videos, count = videos or {}, len(self.workers)
+        shares = [episodes[i::count] for i in range(count)]
+        refs = [
+            w.collect.remote([e.to_json() for e in share], mode, {e.episode_id: videos[e.episode_id] for e in share if e.episode_id in videos})
+            for w, share in zip(self.workers, shares, strict=True)
+            if share
+        ]
+        replies = self._get(refs, f"finish {len(episodes)} episodes")
+        trajectories = [t for reply in replies for t in reply["trajectories"]]
+        trajectories.sort(key=lambda t: t["episode"]["episode_id"])
+        return {
+            "trajectories": trajectories,
+            "seconds": max(r["seconds"] for r in replies),
+            "policy_seconds": max(r["policy_seconds"] for r in replies),
+        }
+
+    def close(self) -> None:
+        ray.get([w.close.remote() for w in self.workers], timeout=30)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Replace ``path`` as a whole, or leave the old one."""
+    temporary = path.with_suffix(path.suffix + ".tmp")
+    temporary.write_text(json.dumps(data, indent=1, sort_keys=True))
+    temporary.replace(path)

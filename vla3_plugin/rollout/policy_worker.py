@@ -1,0 +1,130 @@
+"""The policy worker: one inference replica of the policy with an inference lane and a weight-receive lane.
+
+It is verl's CheckpointEngineWorker (so every checkpoint-engine backend can feed it) and verl's rollout server in one
+process: weights arrive in it, are verified as a whole, and are swapped in on the inference lane, between two batches.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from verl.checkpoint_engine.base import CheckpointEngineWorker
+from verl.single_controller.ray.base import RayClassWithInitArgs
+from verl.utils.device import get_device_id
+from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
+from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
+from verl.workers.rollout.utils import ensure_async_iterator
+
+from vla3_plugin.learner import weights as _weights  # noqa: F401  registers the CPU weight plane in this process
+from vla3_plugin.learner.weights import WeightError
+from vla3_plugin.policies.base import NoiseKey
+
+NAME = "vla3"
+
+
+class PolicyServer(BaseRollout):
+    """Owns the policy and the lane that runs it; one thread, so a weight swap can never fall inside a batch."""
+
+    def __init__(self, config: Any, model_config: Any, device_mesh: Any = None, replica_rank: int = -1) -> None:
+        from vla3_plugin.policies.registry import load_policy
+
+        super().__init__(config, model_config, device_mesh)
+        self.replica_rank, self.is_leader_rank = replica_rank, True
+        self.lane = ThreadPoolExecutor(max_workers=1, thread_name_prefix="inference")
+        self.policy = load_policy(model_config.path, **model_config.options).eval()
+        self.policy.to(get_device_id())
+        self.version = -1
+
+    async def resume(self, tags: list[str]) -> None:
+        """The replica keeps its memory: nothing to resume."""
+
+    async def release(self) -> None:
+        """The replica keeps its memory: nothing to release."""
+
+    async def update_weights(self, weights: Any, global_steps: int | None = None, **_: Any) -> None:
+        """Receive a whole publication, then swap it in.
+
+        Raises:
+            WeightError: names or shapes differ from the policy's; the old version stays in place.
+        """
+        state = {name: tensor async for name, tensor in ensure_async_iterator(weights)}
+        expected = self.policy.state_dict()
+        missing, unexpected = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
+        shapes = [n for n in state if n in expected and state[n].shape != expected[n].shape]
+        if missing or unexpected or shapes:
+            raise WeightError(
+                f"version {global_steps} does not fit this replica's policy: missing {missing[:5]}, unexpected "
+                f"{unexpected[:5]}, other shapes {shapes[:5]}; version {self.version} stays in place"
+            )
+
+        def swap() -> None:
+            self.policy.load_state_dict(state)
+            self.version = -1 if global_steps is None else global_steps
+
+        await asyncio.get_running_loop().run_in_executor(self.lane, swap)
+
+    def act(self, inputs: dict[str, np.ndarray], noise_keys: Sequence[NoiseKey], mode: str) -> dict[str, np.ndarray]:
+        device = get_device_id()
+        tensors = {name: torch.from_numpy(np.array(value)).to(device) for name, value in inputs.items()}
+        with torch.inference_mode():
+            chunk = self.policy.act(tensors, noise_keys, mode)
+        output = {"actions": chunk.actions, "logprob": chunk.logprob, "value": chunk.value}
+        output |= {f"trace.{name.removeprefix('trace.')}": value for name, value in chunk.trace.items()}
+        arrays = {name: value.cpu().numpy() for name, value in output.items()}
+        for name in ("actions", "logprob", "value"):
+            if not np.isfinite(arrays[name]).all():
+                row = int(np.argwhere(~np.isfinite(arrays[name]))[0][0])
+                raise FloatingPointError(
+                    f"policy worker {self.replica_rank}, version {self.version}: {name} of request {noise_keys[row]} "
+                    "(seed, episode, chunk) is not finite; lower the learning rate or actor.optim clip_grad"
+                )
+        arrays["version"] = np.full(len(noise_keys), self.version, dtype=np.int64)
+        return arrays
+
+
+class PolicyWorker(CheckpointEngineWorker):
+    """The Ray actor around a ``PolicyServer``. Control calls are verl's for rollout servers."""
+
+    def __init__(self, rollout_config: Any, model_config: Any, replica_rank: int = 0) -> None:
+        torch.set_num_threads(model_config.cpu_threads)
+        server = PolicyServer(rollout_config, model_config, replica_rank=replica_rank)
+        super().__init__(rollout_config=rollout_config, model_config=model_config, server_adapter=server)
+        self.server = server
+
+    async def act(self, inputs: dict[str, np.ndarray], noise_keys: Sequence[NoiseKey], mode: str):
+        """See ``interaction.Act``."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.server.lane, self.server.act, inputs, noise_keys, mode)
+
+    async def weights_version(self) -> int:
+        return self.server.version
+
+    async def _nothing(self, *_args: Any, **_kwargs: Any) -> None:
+        """Control calls that only language-model servers need."""
+
+    wake_up = sleep = abort_all_requests = resume_generation = _nothing
+    clear_kv_cache = release_kv_cache = resume_kv_cache = start_profile = stop_profile = _nothing
+
+
+class PolicyReplica(RolloutReplica):
+    """verl's handle of a replica: here the worker and its server are one actor."""
+
+    def get_ray_class_with_init_args(self) -> RayClassWithInitArgs:
+        return RayClassWithInitArgs(
+            cls=ray.remote(PolicyWorker),
+            rollout_config=self.config,
+            model_config=self.model_config,
+            replica_rank=self.replica_rank,
+        )
+
+    async def launch_servers(self) -> None:
+        self.servers = list(self.workers)
+        self._server_handle, self._server_address = self.workers[0], f"{NAME}_{self.replica_rank}"
+
+
+_ROLLOUT_REGISTRY[(NAME, "async")] = "vla3_plugin.rollout.policy_worker.PolicyServer"
+RolloutReplicaRegistry.register(NAME, lambda: PolicyReplica)

@@ -1,0 +1,48 @@
+"""Trajectories in and out of verl's TransferQueue: one row a chunk step, keyed ``{episode}_{chunk}``."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import transfer_queue as tq
+from tensordict import TensorDict
+from torch import Tensor
+
+from vla3_plugin.contract import Trajectory
+from vla3_plugin.learner.fields import densify
+
+PARTITION = "train"
+
+
+def put_trajectory(trajectory: Trajectory) -> None:
+    samples = {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in trajectory.samples.items()}
+    episode = trajectory.episode
+    count = len(trajectory)
+    samples["episode_id"] = torch.full((count, 1), episode.episode_id)
+    samples["group_id"] = torch.full((count, 1), episode.group_id)
+    samples["chunk_index"] = torch.arange(count)[:, None]
+    tags = [{"status": "success", "version": int(v)} for v in trajectory.samples["version"].reshape(count)]
+    # rows of at least one dimension: the queue unbinds a batch into rows
+    fields = {name: t[:, None] if t.dim() == 1 else t for name, t in samples.items()}
+    tq.kv_batch_put(
+        keys=trajectory.keys(), partition_id=PARTITION, fields=TensorDict(fields, batch_size=count), tags=tags
+    )
+
+
+def get_fields(keys: Sequence[str], names: Sequence[str]) -> dict[str, Tensor]:
+    data = densify(tq.kv_batch_get(keys=list(keys), partition_id=PARTITION, select_fields=list(names)))
+    return {name: data[name] for name in names}
+
+
+def put_fields(keys: Sequence[str], fields: dict[str, Tensor]) -> None:
+    tq.kv_batch_put(
+        keys=list(keys), partition_id=PARTITION, fields=TensorDict(dict(fields), batch_size=len(keys))
+    )
+
+
+def batch_of(keys: Sequence[str], **extra_info: Any) -> tq.KVBatchMeta:
+    """What verl's worker groups take in the place of data; the workers fetch the rows themselves."""
+    batch = tq.KVBatchMeta(partition_id=PARTITION, keys=list(keys), tags=[{} for _ in keys])
+    batch.extra_info.update(extra_info)
+    return batch
