@@ -67,7 +67,6 @@ class AlgorithmConfig:
     rewards_upper_bound: float = 0.9
     update_epoch: int = 1
     num_mini_batches: int = 1  # optimizer steps an epoch
-    target_kl: float | None = None  # stop the remaining updates of a step when approx_kl exceeds it
 
 
 @dataclass

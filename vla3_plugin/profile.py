@@ -43,3 +43,4 @@ def register_resolvers() -> None:
     from omegaconf import OmegaConf
 
     OmegaConf.register_new_resolver("vla3_profile", resolve_profile, replace=True)
+    OmegaConf.register_new_resolver("vla3_device", lambda: "cuda" if has_gpu() else "cpu", replace=True)

@@ -12,3 +12,8 @@ def resource_dir(name: str) -> Path:
     """Directory ``recipes``, ``configs`` or ``patches``, in a wheel or in a checkout."""
     inside = PACKAGE / name
     return inside if inside.is_dir() else PACKAGE.parent / name
+
+
+def recipe_names() -> list[str]:
+    """Recipes by the name a user gives: ``recipe=NAME``."""
+    return sorted(path.stem for path in resource_dir("recipes").glob("*.yaml"))

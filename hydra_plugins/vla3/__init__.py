@@ -6,16 +6,19 @@ Recipes appear as the group ``recipe`` and the config groups under ``vla3/``, so
 import os
 
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.core.config_store import ConfigStore
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
+from vla3_plugin.config import VLA3Config
 from vla3_plugin.profile import register_resolvers
 from vla3_plugin.resources import resource_dir
 
 
 class Vla3ConfigSource(FileConfigSource):
-    """Serves ``recipe/X`` from ``recipes/X.yaml`` and ``vla3/G/X`` from ``configs/G/X.yaml``, wherever these lie.
+    """Serves ``recipe/X`` from ``recipes/X.yaml`` and ``vla3/G/X`` from ``configs/G/X.yaml``, wherever these lie, and our
+    own choice for verl's group ``model``.
 
     A scheme of its own, because the two directories have other names than their groups and move with the install form.
     """
@@ -31,7 +34,7 @@ class Vla3ConfigSource(FileConfigSource):
     @staticmethod
     def _locate(config_path: str) -> str:
         head, _, rest = config_path.partition("/")
-        root = {"recipe": "recipes", "vla3": "configs"}.get(head)
+        root = {"recipe": "recipes", "vla3": "configs", "model": "configs/model"}.get(head)
         return os.path.join(resource_dir(root), rest) if root else os.path.join(resource_dir("configs"), "_", head)
 
     def available(self) -> bool:
@@ -48,11 +51,12 @@ class Vla3ConfigSource(FileConfigSource):
 
     def list(self, config_path: str, results_filter=None):
         if config_path == "":
-            return ["recipe", "vla3"]
+            return ["recipe", "vla3", "model"]
         return super().list(self._locate(config_path), results_filter)
 
 
 class Vla3SearchPath(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         register_resolvers()
+        ConfigStore.instance().store(group="vla3/schema", name="typed", node=VLA3Config)
         search_path.append(provider="vla3-plugin", path="vla3://")

@@ -1,7 +1,7 @@
 """Advantages: GAE at action or chunk level, and GRPO. Also the move between flat samples and padded trajectories.
 
-A training sample is one chunk step; samples arrive flat, [N, ...], in any order. A trajectory is the ordered list of its
-samples. Advantage functions take padded [B, T, ...] tensors with a mask; :func:`trajectory_layout` says where each
+A training sample is one chunk step; samples arrive flat, [N, ...], in any order. A trajectory is the ordered list of
+its samples. Advantage functions take padded [B, T, ...] tensors with a mask; :func:`trajectory_layout` says where each
 sample belongs, :func:`pad` and :func:`unpad` move data there and back.
 
 Everything here is arithmetic on data, nothing carries a gradient.
@@ -192,8 +192,8 @@ def _bootstrap_values(final_values: Tensor | None, ended: Tensor, valid: Tensor,
 def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
     """(x − mean) / (std + eps) over the elements under ``mask`` (broadcastable bool), zero elsewhere.
 
-    The variance is unbiased over the valid count. With ``shift_mean`` false only the scale changes. These are statistics
-    of the whole batch: with a streaming learner they are not known before the batch is complete.
+    The variance is unbiased over the valid count. With ``shift_mean`` false only the scale changes. Mean and
+    std are the whole batch's: with a streaming learner they are not known before the batch is complete.
     """
     mask = mask.expand_as(x)
     count = int(mask.sum())
@@ -234,7 +234,7 @@ def grpo(
     normalize_by_std: bool = True,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
-    """Group-relative advantages: A = (R − mean) / (std + eps) inside the group (Shao et al. 2024, eq. in section 4.1).
+    """Group-relative advantages: A = (R − mean) / (std + eps) inside the group (Shao et al. 2024, section 4.1).
 
     ``returns`` [B]; ``group_ids`` int [B], in any order. The std is the unbiased one (division by n − 1), as RLinf and
     verl take it; in a group of 8 the biased one would make every advantage 7 % larger. ``normalize_by_std`` false
@@ -252,13 +252,13 @@ def grpo(
         bad = int(wrong.nonzero()[0])
         expected = "at least 2" if group_size is None else f"group_size = {group_size}"
         raise ValueError(
-            f"group {ids[bad].item()} has {int(sizes[bad])} trajectories, expected {expected}: relative advantages need "
-            "the whole group; raise group_size, or wait for the rest of the group"
+            f"group {ids[bad].item()} has {int(sizes[bad])} trajectories, expected {expected}: relative advantages "
+            "need the whole group; raise group_size, or wait for the rest of the group"
         )
     centred = returns.double() - means[row]
     variance = torch.zeros_like(means).index_add_(0, row, centred.square()) / (sizes - 1)
-    spread = torch.zeros_like(means).index_reduce_(0, row, centred.abs(), "amax", include_self=False)
-    largest = torch.zeros_like(means).index_reduce_(0, row, returns.double().abs(), "amax", include_self=False)
+    spread = torch.zeros_like(means).scatter_reduce_(0, row, centred.abs(), "amax")
+    largest = torch.zeros_like(means).scatter_reduce_(0, row, returns.double().abs(), "amax")
     usable = (spread > EQUAL_RETURNS_RTOL * largest)[row]
     scaled = centred / (variance.sqrt()[row] + eps) if normalize_by_std else centred
     dtype = torch.float64 if returns.dtype == torch.float64 else torch.float32

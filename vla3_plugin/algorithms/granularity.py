@@ -1,8 +1,8 @@
 """At which level likelihoods, entropies, rewards and advantages live.
 
-Three levels of one action chunk, finest first: ``token`` (every element [C, D]: an action dimension of a flow policy, a
-token of a token policy), ``action`` (one control step: the sum over D) and ``chunk`` (the sum over C and D). Elements of
-one chunk are conditionally independent or autoregressive, so log-probabilities and entropies add.
+Three levels of one action chunk, finest first: ``token`` (every element [C, D]: an action dimension of a flow policy,
+a token of a token policy), ``action`` (one control step: the sum over D) and ``chunk`` (the sum over C and D). Elements
+of one chunk are conditionally independent or autoregressive, so log-probabilities and entropies add.
 
 Everything returned here keeps three dimensions, so that levels broadcast against each other without thought: token
 [N, C, D], action [N, C, 1], chunk [N, 1, 1]. Steps after the end of an episode (``valid`` false) contribute exactly
@@ -89,7 +89,7 @@ def aggregate_entropy(entropy: Tensor, valid: Tensor, *, entropy_type: str) -> T
 
 
 def level_mask(valid: Tensor, *, level: Level, token_dim: int = 1) -> Tensor:
-    """Which elements count at ``level``: token [N, C, token_dim], action [N, C, 1], chunk [N, 1, 1] (any valid step)."""
+    """Which elements count at ``level``: token [N, C, token_dim], action [N, C, 1], chunk [N, 1, 1] (any step)."""
     if valid.dtype != torch.bool or valid.dim() != 2:
         raise ValueError(f"valid is {valid.dtype} {list(valid.shape)}, expected torch.bool [N, C]")
     if level == "chunk":
@@ -107,7 +107,7 @@ def aggregate_rewards(rewards: Tensor, valid: Tensor, *, reward_type: str) -> Te
 
 
 def aggregate_flags(flags: Tensor, valid: Tensor, *, reward_type: str) -> Tensor:
-    """``terminated``, ``truncated`` or ``valid`` [..., C] at ``reward_type``; a chunk has the flag if a valid step has."""
+    """``terminated``, ``truncated`` or ``valid`` [..., C] at ``reward_type``; a chunk has it if a valid step has."""
     flags = flags & valid
     return flags if parse_reward_level(reward_type) == "action" else flags.any(-1, keepdim=True)
 

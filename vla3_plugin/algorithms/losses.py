@@ -131,7 +131,7 @@ def policy_loss(
     """Clipped surrogate (Schulman et al. 2017, eq. 7), to be minimised: max(−A·r, −A·clip(r, 1 − low, 1 + high)).
 
     r = exp(logprob − old_logprob). ``clip_ratio_high`` above ``clip_ratio_low`` is clip-higher (DAPO).
-    ``clip_ratio_c`` bounds the loss of a negative advantage at −A·c (dual clip, Ye et al. 2020, eq. 5); None is off.
+    ``clip_ratio_c`` bounds the loss of a negative advantage at −A·c (dual clip, Ye et al. 2020); None is off.
     ``clip_log_ratio_min/max`` clamp the log-ratio first; an element beyond them carries no gradient at all, also where
     the surrogate would pull it back. Whatever they are, |log-ratio| is clamped at 20.
 
@@ -192,7 +192,7 @@ def decoupled_policy_loss(
     clip_log_ratio_max: float | None = None,
     weights: Tensor | None = None,
 ) -> LossSum:
-    """Decoupled PPO (Hilton et al. 2022, eq. 4): the clip is around a recent *proximal* policy, the importance weight
+    """Decoupled PPO (Hilton et al. 2022): the clip is around a recent *proximal* policy, the importance weight
     against the *behaviour* policy that made the data.
 
     loss = w · surrogate(exp(logprob − proximal)), w = exp(proximal − behaviour), constant. Elements with
@@ -281,7 +281,8 @@ def kl_estimate(logprob: Tensor, ref_logprob: Tensor, *, kind: str) -> Tensor:
 
     With d = logprob − ref_logprob: ``k1`` (``kl``) d, unbiased, high variance; ``k2`` (``mse``) ½d², whose gradient is
     the unbiased one; ``k3`` (``low_var_kl``) exp(−d) − 1 + d, unbiased and never negative; ``abs`` |d|. The names in
-    brackets are verl's. d is clamped at ±20 in k3.
+    brackets are verl's. k3 stops at d = −20 (its exponential would overflow;
+    there it has no gradient).
     """
     if kind not in KL_KINDS:
         raise ValueError(f"KL estimator {kind!r} is unknown; use one of {', '.join(KL_KINDS)}")
@@ -293,7 +294,7 @@ def kl_estimate(logprob: Tensor, ref_logprob: Tensor, *, kind: str) -> Tensor:
             return 0.5 * difference.square()
         case "abs":
             return difference.abs()
-    difference = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    difference = difference.clamp_min(-MAX_LOG_RATIO)
     return torch.expm1(-difference) + difference
 
 

@@ -59,7 +59,8 @@ def has_osmesa() -> bool:
 def choose_backend(backend: str) -> str:
     """Set the OpenGL platform of this process before anything imports it; returns "egl" or "osmesa".
 
-    ``auto`` takes EGL where it has a device (a GPU, or Mesa's software device) and OSMesa otherwise.
+    ``auto`` takes EGL where it has a device (a GPU, or Mesa's software device) and OSMesa otherwise. One of them is
+    needed even without cameras: robosuite loads it at import.
     """
     if backend not in BACKENDS:
         raise ValueError(f"env.render_backend is {backend!r}, expected one of {list(BACKENDS)}")

@@ -75,7 +75,7 @@ class VLAFSDPEngine(FSDPEngine):
         """Micro-batches of any size, the last one shorter: losses are sums, divided once by the global counts."""
         data = fields.densify(data)
         size = data["micro_batch_size_per_gpu"]
-        totals = self._global_counts(data) if loss_function is not None else {}
+        totals = self._global_counts(loss_function.counts(data)) if loss_function is not None else {}
         starts = range(0, len(data), size)
         outputs = []
         for start in starts:
@@ -91,16 +91,11 @@ class VLAFSDPEngine(FSDPEngine):
             outputs.append(meta)
         return _merge(outputs)
 
-    def _global_counts(self, data: TensorDict) -> dict[str, float]:
-        masks = [fields.POLICY_MASK, fields.VALUE_MASK]
-        counts = torch.tensor([float(data[m].sum()) if m in data.keys() else 0.0 for m in masks], dtype=torch.float64)
-        counts = counts.to(get_device_id())
+    def _global_counts(self, local: dict[str, float]) -> dict[str, float]:
+        names = sorted(local)
+        counts = torch.tensor([local[name] for name in names], dtype=torch.float64).to(get_device_id())
         torch.distributed.all_reduce(counts, group=self.get_data_parallel_group())
-        return {
-            "policy_count": max(counts[0].item(), 1.0),
-            "value_count": max(counts[1].item(), 1.0),
-            "dp_size": float(self.get_data_parallel_size()),  # FSDP averages gradients over ranks; the loss is a sum
-        }
+        return {f"{name}_count": max(count, 1.0) for name, count in zip(names, counts.tolist(), strict=True)}
 
     def forward_step(
         self, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool
@@ -114,6 +109,7 @@ class VLAFSDPEngine(FSDPEngine):
             loss, metrics = loss_function(
                 model_output=output, data=micro_batch, dp_group=self.get_data_parallel_group()
             )
+            loss = loss * self.get_data_parallel_size()  # FSDP averages gradients over ranks; the loss is a sum
         # names of their own: forward-only outputs go into the store beside the rollout's
         reported = {f"learner_{name}": value for name, value in detach_tree(output).items()}
         return loss, {"model_output": reported, "loss": loss.detach().item(), "metrics": metrics}

@@ -11,8 +11,8 @@ written once, in τ, the share of noise: τ = t and u = v for pi, τ = 1 − t a
 point, δ = τ − τ′ = 1/K, and the end points that v points at, data = x − τu and noise = x + (1 − τ)u:
 
 ``flow_ode``    mean = x − δu,  std = 0
-``flow_sde``    mean = x − δ[u + σ²/(2τ) · noise],  std = √δ·σ,  σ = a√(τ/(1 − τ)); at τ = 1 the denominator (alone) takes
-                the next grid point, so that σ = a√K there
+``flow_sde``    mean = x − δ[u + σ²/(2τ) · noise],  std = √δ·σ,  σ = a√(τ/(1 − τ)); at τ = 1 the denominator (alone)
+                takes the next grid point, so that σ = a√K there
 ``flow_cps``    mean = (1 − τ′) data + τ′cos(πa/2) noise,  std = τ′sin(πa/2), which is 0 at the last step
 ``flow_noise``  mean of flow_ode, std from a learned head (:func:`bounded_std`)
 
@@ -112,9 +112,7 @@ def step_time(step: Step, num_steps: int, *, convention: Convention) -> Tensor:
     Keep it in float64 until after the sinusoidal embedding: in float32 that is off by up to 1e-4.
     """
     grid = time_grid(num_steps, convention)[:-1]
-    return _at(grid, step, torch.empty(0 if isinstance(step, int) else step.numel(), dtype=torch.float64)).to(
-        "cpu" if isinstance(step, int) else step.device
-    )
+    return _at(grid, step, torch.as_tensor(step, dtype=torch.float64))
 
 
 def stochastic_steps(num_steps: int, *, noise_level: float, method: Method) -> int:
@@ -189,8 +187,8 @@ def _density_std(std: Tensor, require_density: bool) -> tuple[Tensor, Tensor]:
     has_density = std != 0
     if require_density and not bool(has_density.all()):
         raise ValueError(
-            "std is 0 for some elements: a deterministic step has no density, its ratio would be 1 and nothing would be "
-            "learned; raise noise_level, or train only on steps with noise"
+            "std is 0 for some elements: a deterministic step has no density, its ratio would be 1 and nothing would "
+            "be learned; raise noise_level, or train only on steps with noise"
         )
     return has_density, torch.where(has_density, std, torch.ones_like(std))
 

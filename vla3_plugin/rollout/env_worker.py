@@ -4,10 +4,9 @@
 spreads assigned episodes over the env workers. Observations and trajectories never pass through the driver.
 """
 
-import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,15 @@ def summarise(trajectory: Trajectory) -> dict[str, Any]:
         "control_steps": trajectory.control_steps,
         "version": int(trajectory.samples["version"].min()),
     }
+
+
+@dataclass
+class VideoRequest:
+    """Which episodes to film, and where the run's videos go."""
+
+    run_dir: str
+    step: int
+    episodes: list[int]
 
 
 @ray.remote(num_cpus=0)
@@ -72,20 +80,22 @@ class EnvWorker:
         self.policy_s += time.perf_counter() - start
         return output
 
-    def collect(self, episodes: list[dict[str, int]], mode: Mode, videos: dict[int, str]) -> dict[str, Any]:
-        """Run the assigned episodes; store them when training; write a video of those in ``videos`` (id → path)."""
+    def collect(
+        self, episodes: list[dict[str, int]], mode: Mode, keep: bool, video: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """Run the assigned episodes and ``keep`` their samples in the store; ``video``: see ``VideoRequest``."""
         start, self.policy_s = time.perf_counter(), 0.0
         plan = [Episode(**e) for e in episodes]
+        request = VideoRequest(**video) if video else None
         summaries = []
-        for trajectory in self.interaction.run(plan, mode, frozenset(videos)):
-            if mode == "train":
+        for trajectory in self.interaction.run(plan, mode, frozenset(request.episodes if request else ())):
+            if keep:
                 from vla3_plugin.rollout.store import put_trajectory
 
                 put_trajectory(trajectory)
             summaries.append(summarise(trajectory))
-            path = videos.get(trajectory.episode.episode_id)
-            if path is not None:
-                _write_video(Path(path), trajectory, self.envs[0].spec)
+            if request and trajectory.episode.episode_id in request.episodes:
+                _write_video(request, trajectory, self.envs[0].spec)
         elapsed = time.perf_counter() - start
         return {"trajectories": summaries, "seconds": elapsed, "policy_seconds": self.policy_s}
 
@@ -93,9 +103,12 @@ class EnvWorker:
         self.interaction.close()
 
 
-def _write_video(path: Path, trajectory: Trajectory, spec: EnvSpec) -> None:
-    from vla3_plugin.telemetry.video import write_video
+def _write_video(request: VideoRequest, trajectory: Trajectory, spec: EnvSpec) -> None:
+    from vla3_plugin.telemetry.video import video_path, write_video
 
+    episode = trajectory.episode
+    task = spec.instructions[episode.task_id] if spec.instructions else f"task {episode.task_id}"
+    path = video_path(request.run_dir, request.step, task, episode.episode_id, trajectory.success)
     write_video(path, np.stack(trajectory.frames), fps=spec.control_hz, success=trajectory.success)
 
 
@@ -127,15 +140,14 @@ class InteractionManager:
             )
         return ray.get(refs)
 
-    def collect(self, episodes: Sequence[Episode], mode: Mode, videos: dict[int, str] | None = None) -> dict[str, Any]:
+    def collect(
+        self, episodes: Sequence[Episode], mode: Mode, keep: bool, video: VideoRequest | None = None
+    ) -> dict[str, Any]:
         """All trajectories of ``episodes``, in the plan's order, with the time the workers took."""
-        videos, count = videos or {}, len(self.workers)
-        shares = [episodes[i::count] for i in range(count)]
-        refs = [
-            w.collect.remote([e.to_json() for e in share], mode, {e.episode_id: videos[e.episode_id] for e in share if e.episode_id in videos})
-            for w, share in zip(self.workers, shares, strict=True)
-            if share
-        ]
+        count = len(self.workers)
+        film = asdict(video) if video else None
+        shares = [[e.to_json() for e in episodes[i::count]] for i in range(count)]
+        refs = [w.collect.remote(s, mode, keep, film) for w, s in zip(self.workers, shares, strict=True) if s]
         replies = self._get(refs, f"finish {len(episodes)} episodes")
         trajectories = [t for reply in replies for t in reply["trajectories"]]
         trajectories.sort(key=lambda t: t["episode"]["episode_id"])
@@ -148,9 +160,3 @@ class InteractionManager:
     def close(self) -> None:
         ray.get([w.close.remote() for w in self.workers], timeout=30)
 
-
-def write_json(path: Path, data: Any) -> None:
-    """Replace ``path`` as a whole, or leave the old one."""
-    temporary = path.with_suffix(path.suffix + ".tmp")
-    temporary.write_text(json.dumps(data, indent=1, sort_keys=True))
-    temporary.replace(path)

@@ -30,8 +30,10 @@ from vla3_plugin.learner.objective import Objective
 from vla3_plugin.placement.fit import check_cluster
 from vla3_plugin.rollout import store
 from vla3_plugin.rollout.plan import EpisodePlan, split_init_states
-from vla3_plugin.trainer import checkpoint, evaluate, summary
-from vla3_plugin.trainer.batch import Batch, advantages, padding_rows
+from vla3_plugin.telemetry.metrics import ENV_STEPS
+from vla3_plugin.trainer import checkpoint, evaluate
+from vla3_plugin.trainer.batch import Batch, advantages, put, write_padding
+from vla3_plugin.trainer.record import RunRecord
 
 
 class ParityError(RuntimeError):
@@ -61,7 +63,7 @@ class VLA3Trainer(PPOTrainer):
         self.vla3: VLA3Config = parse(config.vla3)
         self.run_dir = Path(self.vla3.run_dir)
         super().__init__(config)
-        self.writer = summary.RunWriter(self.run_dir)
+        self.record = RunRecord(self.run_dir)
         self.env_steps = 0
         self.checked_parity = False
 
@@ -108,11 +110,13 @@ class VLA3Trainer(PPOTrainer):
         self.tasks = self.vla3.env.tasks if self.vla3.env.tasks is not None else list(range(spec.num_tasks))
         train_states, self.eval_states = split_init_states(spec, self.vla3.env.held_out_init_states)
         self.plan = EpisodePlan(self.vla3.seed, self.tasks, train_states, self.vla3.algorithm.group_size)
-        started = time.time()
+        self.record.start(OmegaConf.to_container(self.config, resolve=True))
+        completed = False
         try:
             super().fit(agent_loop_manager)
+            completed = True
         finally:
-            self.writer.finish(OmegaConf.to_container(self.config, resolve=True), time.time() - started)
+            print(self.record.finish(completed), flush=True)
             agent_loop_manager.close()
 
     def prepare_step(self) -> dict:
@@ -146,7 +150,7 @@ class VLA3Trainer(PPOTrainer):
         if trained:
             with marked_timer("update", timing_raw, color="red"):
                 self.update(batch, metrics)
-        return store.batch_of(batch.keys)
+        return store.batch_of(batch.all_keys)
 
     # ---- the stages ----
 
@@ -161,20 +165,20 @@ class VLA3Trainer(PPOTrainer):
         count = int(self.config.data.train_batch_size)
         first = self.train_dataloader.next_episode
         episodes = self.plan.episodes(first, count)
-        result = self.interaction.collect(episodes, "train")
+        result = self.interaction.collect(episodes, "train", keep=True)
         self.train_dataloader.next_episode = first + count
-        batch = Batch(result["trajectories"])
+        batch = Batch(result["trajectories"], divisor=self.dp_size * self.vla3.algorithm.num_mini_batches)
+        write_padding(batch)
         self.env_steps += batch.control_steps
         metrics.update(batch.metrics(result["seconds"]))
         metrics["rollout/policy_time_share"] = result["policy_seconds"] / max(result["seconds"], 1e-9)
-        metrics["env/total_steps"] = self.env_steps
+        metrics[ENV_STEPS] = self.env_steps
         return batch
 
     def _learner_outputs(self, worker_group: Any, method: str, batch: Batch, **extra: Any) -> dict[str, torch.Tensor]:
-        keys = batch.keys[: len(batch.keys) - len(batch.keys) % self.dp_size] or batch.keys
-        request = store.batch_of(keys, compute_loss=False, temperature=1.0, **extra)
-        reply = getattr(worker_group, method)(request)
-        return store.get_fields(reply.keys, [fields.LEARNER_LOGPROB, fields.LEARNER_VALUE])
+        request = store.batch_of(batch.all_keys, compute_loss=False, temperature=1.0, **extra)
+        getattr(worker_group, method)(request)
+        return store.get_fields(batch.keys, [fields.LEARNER_LOGPROB, fields.LEARNER_VALUE])
 
     @property
     def dp_size(self) -> int:
@@ -187,14 +191,13 @@ class VLA3Trainer(PPOTrainer):
             ParityError: they differ by more than ``vla3.parity_tolerance``.
         """
         learner = self._learner_outputs(self.actor_rollout_wg, "compute_log_prob", batch)
-        count = len(learner[fields.LEARNER_LOGPROB])
-        rollout = store.get_fields(batch.keys[:count], [fields.LOGPROB, fields.VALUE])
+        rollout = store.get_fields(batch.keys, [fields.LOGPROB, fields.VALUE])
         gap = (learner[fields.LEARNER_LOGPROB] - rollout[fields.LOGPROB]).abs().max().item()
         metrics["parity/logprob_max_abs"] = gap
         metrics["parity/value_max_abs"] = (
             (learner[fields.LEARNER_VALUE] - rollout[fields.VALUE]).abs().max().item()
         )
-        print(f"vla3: rollout and learner log-probs differ by at most {gap:.2e} over {count} samples")
+        print(f"vla3: rollout and learner log-probs differ by at most {gap:.2e} over {len(batch.keys)} samples")
         if not gap <= self.vla3.parity_tolerance:
             raise ParityError(
                 f"rollout and learner log-probs differ by {gap:.3e} at equal weights, vla3.parity_tolerance is "
@@ -208,22 +211,21 @@ class VLA3Trainer(PPOTrainer):
             found = self._learner_outputs(self.actor_rollout_wg, "compute_log_prob", batch, no_lora_adapter=True)
         else:
             found = self._learner_outputs(self.ref_policy_wg, "compute_ref_log_prob", batch)
-        store.put_fields(batch.keys, {fields.REF_LOGPROB: found[fields.LEARNER_LOGPROB]})
+        put(batch, {fields.REF_LOGPROB: found[fields.LEARNER_LOGPROB]})
 
     def compute_advantages(self, batch: Batch, metrics: dict) -> bool:
         """Advantages, returns and masks into the store. False when no sample carries a gradient (all groups equal)."""
         data = store.get_fields(batch.keys, Batch.FIELDS)
-        result, found = advantages(data, self.vla3.algorithm)
+        result, found = advantages(data, self.vla3.algorithm, self.interaction.env_spec.max_steps)
         metrics.update(found)
-        store.put_fields(batch.keys, result)
+        put(batch, result)
         return bool(result[fields.POLICY_MASK].any())
 
     def update(self, batch: Batch, metrics: dict) -> None:
         """``update_epoch`` passes over the batch in ``num_mini_batches`` optimizer steps each."""
         algorithm = self.vla3.algorithm
-        keys = batch.keys + padding_rows(batch.keys, self.dp_size * algorithm.num_mini_batches)
         request = store.batch_of(
-            keys,
+            batch.all_keys,
             num_mini_batch=algorithm.num_mini_batches,
             epochs=algorithm.update_epoch,
             seed=self.vla3.seed * 1_000_003 + self.global_steps,
@@ -233,19 +235,20 @@ class VLA3Trainer(PPOTrainer):
         output = self.actor_rollout_wg.update_actor(request)
         found = rename_dict(output["metrics"], "actor/")
         metrics.update(reduce_metrics(found))
-        batch.keys = keys  # padding rows are cleared from the queue with the rest
 
     # ---- evaluation, metrics, checkpoints ----
 
     def _validate(self) -> dict[str, float]:
-        metrics = evaluate.run(self)
-        self.writer.evaluation(self.global_steps, self.env_steps, metrics)
-        return metrics.flat
+        metrics: dict[str, float] = {}
+        for evaluation in evaluate.run(self):
+            self.record.evaluation(evaluation)
+            metrics |= evaluate.metrics_of(evaluation)
+        return metrics
 
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
         metrics.update({f"timing_s/{name}": seconds for name, seconds in timing_raw.items()})
         metrics["training/global_step"] = global_steps
-        self.writer.step(global_steps, self.total_training_steps, metrics)
+        self.record.step(global_steps, self.total_training_steps, metrics)
 
     def _log_rollout_data(self, *_args: Any, **_kwargs: Any) -> None:
         """Token dumps do not exist here; videos are written by evaluation."""
@@ -255,7 +258,6 @@ class VLA3Trainer(PPOTrainer):
             "global_steps": self.global_steps,
             "env_steps": self.env_steps,
             "plan": self.train_dataloader.state_dict(),
-            "best": self.writer.best,
         }
         checkpoint.save(
             Path(self.config.trainer.default_local_dir),
@@ -274,5 +276,4 @@ class VLA3Trainer(PPOTrainer):
         self.actor_rollout_wg.load_checkpoint(os.fspath(found / "actor"))
         self.global_steps, self.env_steps = state["global_steps"], state["env_steps"]
         self.train_dataloader.load_state_dict(state["plan"])
-        self.writer.resume(self.global_steps, state["best"])
         print(f"vla3: resumed from {found} at step {self.global_steps}")

@@ -1,0 +1,110 @@
+"""The loss of one micro-batch: policy, value, KL and entropy terms as sums over the global batch's counts.
+
+Pickled once to the learner's ranks; every term is divided by a count over the whole mini-batch and all ranks, so neither
+micro-batches of unequal size nor ranks with unequal numbers of valid steps change the gradient.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from vla3_plugin.algorithms import granularity, losses
+from vla3_plugin.config import AlgorithmConfig
+from vla3_plugin.learner import fields
+
+PolicyLoss = Callable[..., losses.LossSum]
+
+
+@dataclass
+class Objective:
+    """``policy_loss`` None: the one that ``trainer.registration`` gives to verl as ``vla3_ppo``."""
+
+    algorithm: AlgorithmConfig
+    policy_loss: PolicyLoss | None = None
+
+    def counts(self, data: TensorDict) -> dict[str, float]:
+        """This rank's share of what the sums are divided by."""
+        return {
+            "policy": float(data[fields.POLICY_MASK].sum()),
+            "value": float(data[fields.VALUE_MASK].sum()),
+            "entropy": float(self._entropy_mask(data).sum()),
+        }
+
+    def _entropy_mask(self, data: TensorDict, token_dim: int | None = None) -> Tensor:
+        level = granularity.parse_level(self.algorithm.entropy_type, key="entropy_type")
+        dim = data[fields.LOGPROB].shape[-1] if token_dim is None else token_dim
+        return granularity.level_mask(_trained(data), level=level, token_dim=dim)
+
+    def __call__(
+        self, model_output: dict[str, Tensor], data: TensorDict, dp_group: Any = None
+    ) -> tuple[Tensor, dict[str, float]]:
+        a = self.algorithm
+        valid = data[fields.STEP_MASK].bool()
+        counts = {name: data[f"{name}_count"] for name in ("policy", "value", "entropy")}
+        logprob = granularity.aggregate_logprob(model_output["logprob"], valid, logprob_type=a.logprob_type)
+        old = granularity.aggregate_logprob(data[fields.LOGPROB], valid, logprob_type=a.logprob_type)
+        weights = data[fields.POLICY_MASK]
+        mask = weights > 0
+        advantages = granularity.broadcast_advantages(
+            data[fields.ADVANTAGES],
+            reward_type=a.reward_type,
+            logprob_type=a.logprob_type,
+            chunk_size=valid.shape[1],
+            token_dim=data[fields.LOGPROB].shape[-1],
+        )
+        policy = (self.policy_loss or losses.policy_loss)(
+            logprob=logprob,
+            old_logprob=old,
+            advantages=advantages.float(),
+            mask=mask,
+            weights=weights,
+            clip_ratio_low=a.clip_ratio_low,
+            clip_ratio_high=a.clip_ratio_high,
+            clip_ratio_c=a.clip_ratio_c,
+            clip_log_ratio_min=a.clip_log_ratio_min,
+            clip_log_ratio_max=a.clip_log_ratio_max,
+        )
+        loss = policy.total / counts["policy"]
+        metrics = policy.metrics() | {"policy_loss": loss.item()}
+        if a.loss_type == "actor_critic":
+            value = losses.value_loss(
+                values=model_output["value"].float(),
+                returns=data[fields.RETURNS],
+                mask=data[fields.VALUE_MASK] > 0,
+                old_values=data[fields.VALUE],
+                value_clip=a.value_clip,
+                huber_delta=a.huber_delta,
+            )
+            term = value.total / counts["value"]
+            loss = loss + a.value_coef * term
+            metrics |= value.metrics() | {"value_loss": term.item()}
+        else:
+            # the value head must stay in the graph: FSDP waits for a gradient of every parameter it gathered
+            loss = loss + 0.0 * model_output["value"].sum()
+        if a.kl_beta > 0:
+            ref = granularity.aggregate_logprob(data[fields.REF_LOGPROB], valid, logprob_type=a.logprob_type)
+            kl = losses.kl_loss(logprob=logprob, ref_logprob=ref, mask=mask, kind=a.kl_penalty, weights=weights)
+            loss = loss + a.kl_beta * kl.total / counts["policy"]
+            metrics |= kl.metrics()
+        entropy = granularity.aggregate_entropy(model_output["entropy"], valid, entropy_type=a.entropy_type)
+        bonus = losses.entropy_bonus(entropy=entropy, mask=self._entropy_mask(data))
+        metrics |= bonus.metrics()
+        if a.entropy_bonus != 0:
+            loss = loss - a.entropy_bonus * bonus.total / counts["entropy"]
+        if not torch.isfinite(loss):
+            raise FloatingPointError(
+                "the loss is not finite: "
+                + ", ".join(f"{k}={v:.3g}" for k, v in metrics.items())
+                + "; lower actor_rollout_ref.actor.optim.lr or raise the policy's noise_level"
+            )
+        return loss, {name: float(value) for name, value in metrics.items()}
+
+
+def _trained(data: TensorDict) -> Tensor:
+    """Valid steps of samples that carry a gradient: padding rows and filtered groups carry none."""
+    rows = (data[fields.POLICY_MASK] > 0).flatten(1).any(-1)
+    return data[fields.STEP_MASK].bool() & rows[:, None]

@@ -1,0 +1,62 @@
+"""Whether the run's roles fit the Ray cluster. A placement group that does not fit would wait for ever."""
+
+from dataclasses import dataclass
+from typing import Any
+
+COLOCATED = 3  # CPUs verl reserves for each training worker's bundle (ResourcePoolManager.max_colocate_count)
+REPLICA = 2  # and for each standalone replica's
+
+
+class PlacementError(RuntimeError):
+    """The cluster is too small; the message holds the arithmetic."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What verl asks Ray for. On a CPU the GPUs are logical and CPUs may exceed the cores."""
+
+    learner_ranks: int
+    replicas: int
+    storage_units: int
+
+    @property
+    def gpus(self) -> int:
+        return self.learner_ranks + self.replicas
+
+    @property
+    def cpus(self) -> int:
+        return COLOCATED * self.learner_ranks + REPLICA * self.replicas + self.storage_units + 1
+
+    def arithmetic(self) -> str:
+        return (
+            f"{self.gpus} GPUs = {self.learner_ranks} learner + {self.replicas} policy workers; {self.cpus} CPUs = "
+            f"{COLOCATED} x {self.learner_ranks} + {REPLICA} x {self.replicas} + {self.storage_units} storage units + "
+            "1 task runner"
+        )
+
+
+def demand(config: Any) -> Demand:
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    return Demand(
+        learner_ranks=trainer.n_gpus_per_node * trainer.nnodes,
+        replicas=rollout.n_gpus_per_node * rollout.nnodes // rollout.tensor_model_parallel_size,
+        storage_units=config.transfer_queue.backend.SimpleStorage.num_data_storage_units,
+    )
+
+
+def check_cluster(config: Any) -> None:
+    """Refuse a placement that the connected cluster cannot hold.
+
+    Raises:
+        PlacementError: with what is needed, what is there, and what to change.
+    """
+    import ray
+
+    needed, there = demand(config), ray.cluster_resources()
+    if there.get("GPU", 0) < needed.gpus or there.get("CPU", 0) < needed.cpus:
+        raise PlacementError(
+            f"the placement does not fit the Ray cluster: it needs {needed.arithmetic()}; the cluster has "
+            f"{there.get('GPU', 0):g} GPUs and {there.get('CPU', 0):g} CPUs. Lower trainer.n_gpus_per_node or "
+            "actor_rollout_ref.rollout.n_gpus_per_node, or start the cluster with more (on a machine without GPUs: "
+            f"ray start --num-gpus={needed.gpus} --num-cpus={needed.cpus}, these are logical)"
+        )

@@ -1,0 +1,412 @@
+"""The pi0 family on transformers' own ``PI0ForConditionalGeneration``: flow matching, Flow-SDE likelihood, value head.
+
+Time runs from 1 (noise) to 0 (actions). The prefix (camera tokens, then the instruction) is encoded once per decision
+and its keys and values are kept; each of K denoising steps runs only the action expert on [state, H noisy actions].
+
+Everything that needs gradients happens below ``PI0Policy.forward``, and every submodule is called through
+``__call__``, so that FSDP's and LoRA's wrappers see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PI0Config, PI0ForConditionalGeneration
+from transformers.cache_utils import Cache
+
+from vla3_plugin.contract import Observation
+from vla3_plugin.policies import flow, pi0_files
+from vla3_plugin.policies.base import ActionChunk, NoiseKey, VLAPolicy
+from vla3_plugin.policies.noise import keyed_generator
+from vla3_plugin.policies.pi0_modules import (
+    DoubleTimestepEmbeddings,
+    Prefix,
+    ReadLayer,
+    ValueHead,
+    WriteLayer,
+    checkpointed,
+    is_fsdp,
+)
+from vla3_plugin.policies.processing import Processing
+from vla3_plugin.policies.prompts import PromptTokenizer
+
+# Where LoRA goes by default, by the last part of the module's name: attention and MLPs of both Gemmas and of SigLIP.
+# The value head and the projections around the expert are small and trained whole (peft's ``modules_to_save``).
+LORA_TARGET_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "out_proj", "fc1", "fc2"]
+LORA_MODULES_TO_SAVE = ["value_head", "embed_action_time", "action_out_proj"]
+
+
+@dataclass
+class PI0PolicyConfig:
+    """How the network is used as a policy.
+
+    ``executed``: C, how many of the H predicted actions are executed. ``num_denoise_steps``: K. ``noise_level``: a of
+    the stochastic ``method`` (see ``flow``). ``sde_mode``: ``mixed`` (one stochastic step a sample, drawn) or ``joint``
+    (all K; ``joint_reduction`` of their log-probs). ``value_level``: one value a ``chunk`` or one an ``action``. ``detach_value``: the value loss does not reach the backbone.
+    ``freeze_vlm``: only the expert, the projections and the value head are trained.
+    """
+
+    executed: int
+    num_denoise_steps: int = 4
+    noise_level: float = 0.5
+    sde_mode: Literal["mixed", "joint"] = "mixed"
+    joint_reduction: Literal["sum", "mean"] = "sum"
+    method: Literal["flow_sde", "flow_cps"] = "flow_sde"
+    value_level: Literal["chunk", "action"] = "chunk"
+    value_hidden: int = 512
+    detach_value: bool = False
+    freeze_vlm: bool = False
+
+    def check(self, horizon: int) -> None:
+        def refuse(key: str, expected: str) -> None:
+            raise ValueError(f"policy.{key} is {getattr(self, key)!r}, expected {expected}")
+
+        if not 1 <= self.executed <= horizon:
+            refuse("executed", f"1 to {horizon}, the model's chunk_size")
+        if self.num_denoise_steps < 1:
+            refuse("num_denoise_steps", "at least 1")
+        if self.noise_level < 0:
+            refuse("noise_level", "at least 0")
+        if self.sde_mode not in ("mixed", "joint"):
+            refuse("sde_mode", "mixed or joint")
+        if self.joint_reduction not in ("sum", "mean"):
+            refuse("joint_reduction", "sum or mean")
+        if self.method not in ("flow_sde", "flow_cps"):
+            refuse("method", "flow_sde or flow_cps")
+        if self.value_level not in ("chunk", "action"):
+            refuse("value_level", "chunk or action")
+        if self.value_hidden < 1:
+            refuse("value_hidden", "at least 1")
+
+
+class PI0Policy(VLAPolicy):
+    """See ``VLAPolicy``. Inputs: ``pixels`` uint8 [B, cameras, H, W, 3], ``state`` float32 [B, S] in environment units,
+    ``input_ids`` and ``attention_mask`` int64 [B, tokens]. Trace: ``chain`` float32 [B, K+1, H, max_action_dim],
+    ``sde_step`` int64 [B], -1 in the joint form.
+    """
+
+    family = "pi0"
+    preset: str | None = None
+    _no_split_modules = ["GemmaDecoderLayer", "SiglipEncoderLayer"]
+
+    def __init__(
+        self, config: PI0Config, policy: PI0PolicyConfig, processing: Processing, tokenizer: PromptTokenizer
+    ) -> None:
+        super().__init__()
+        policy.check(config.chunk_size)
+        for key, need in (("max_state_dim", processing.state_dim), ("max_action_dim", processing.action_dim)):
+            if getattr(config, key) < need:
+                raise ValueError(f"model.{key} is {getattr(config, key)}, the environment has {need} dimensions")
+        vision = config.vlm_config.vision_config
+        if processing.image_size != (vision.image_size, vision.image_size):
+            raise ValueError(
+                f"processing.image_size is {list(processing.image_size)}, the model looks at squares of {vision.image_size}"
+            )
+        config._attn_implementation = "sdpa"  # the suffix's block mask rules out flash attention
+        self.config, self.policy, self.processing, self.tokenizer = config, policy, processing, tokenizer
+        self.pi0 = PI0ForConditionalGeneration(config)
+        self.pi0.embed_action_time.sinusoid_embeds = DoubleTimestepEmbeddings(config)
+        self.value_head = ValueHead(
+            config.vlm_config.text_config.hidden_size,
+            config.max_state_dim,
+            policy.value_hidden,
+            policy.executed if policy.value_level == "action" else 1,
+        )
+        self.pi0.model.dit.embed_tokens = None  # a table that checkpoints carry and nothing reads
+        if policy.freeze_vlm:
+            self.pi0.model.vlm.requires_grad_(False)
+
+    # observations to stored inputs
+
+    def prepare(self, observations: Sequence[Observation]) -> dict[str, Tensor]:
+        inputs = self.processing.stack(observations)
+        inputs["input_ids"], inputs["attention_mask"] = self.tokenizer([o.instruction for o in observations])
+        return inputs
+
+    # the network
+
+    def encode(self, inputs: dict[str, Tensor]) -> Prefix:
+        """Run the vision-language model on [camera tokens, instruction tokens] and keep its keys and values."""
+        _require_float32("state", inputs["state"])
+        images = self.processing.model_images(inputs["pixels"])
+        state = self.processing.model_state(inputs["state"], self.config.max_state_dim)
+        return self.encode_normalised(images, None, inputs["input_ids"], inputs["attention_mask"], state)
+
+    def encode_normalised(
+        self, images: Tensor, camera_mask: Tensor | None, ids: Tensor, token_mask: Tensor, state: Tensor
+    ) -> Prefix:
+        """``images`` [B, N, 3, h, w] in [-1, 1], ``camera_mask`` bool [B, N] (none: all present), ``state`` [B, padded].
+
+        A missing camera's tokens stay in the sequence and are masked; they take no position, so the result is the one
+        without them.
+        """
+        vlm, dtype = self.pi0.model.vlm, self.dtype
+        batch, cameras = images.shape[:2]
+        frozen = self.policy.freeze_vlm
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
+            seen = vlm.get_image_features(images.flatten(0, 1).to(dtype)).pooler_output
+            seen = seen.reshape(batch, cameras, *seen.shape[1:])
+            embeds = torch.cat([seen.flatten(1, 2), vlm.get_input_embeddings()(ids)], dim=1)
+            if camera_mask is None:
+                camera_mask = torch.ones(batch, cameras, dtype=token_mask.dtype, device=token_mask.device)
+            mask = torch.cat([camera_mask.to(token_mask.dtype).repeat_interleave(seen.shape[2], 1), token_mask], dim=1)
+            layers = len(vlm.language_model.layers)
+            writer = Cache(layers=[WriteLayer() for _ in range(layers)])
+            hidden = vlm(
+                inputs_embeds=embeds,
+                attention_mask=mask,
+                position_ids=mask.cumsum(-1) - 1,
+                token_type_ids=torch.zeros_like(mask),
+                past_key_values=writer,
+                use_cache=True,
+            ).last_hidden_state
+        reader = Cache(layers=[ReadLayer(layer.keys, layer.values) for layer in writer.layers])
+        return Prefix(reader, mask, hidden, state)
+
+    def velocity(self, prefix: Prefix, x: Tensor, time: Tensor) -> Tensor:
+        """float32 [B, H, max_action_dim] from ``x`` of that shape at ``time`` float32 [B]."""
+        dtype = self.dtype
+        return self.pi0(
+            state=prefix.state.to(dtype),
+            noise=x.to(dtype),
+            timestep=time,
+            attention_mask=prefix.mask,
+            past_key_values=prefix.cache,
+        ).logits.float()
+
+    def value(self, prefix: Prefix) -> Tensor:
+        """float32 [B, 1] or [B, C]."""
+        hidden = prefix.hidden.detach() if self.policy.detach_value else prefix.hidden
+        return self.value_head(hidden, prefix.mask, prefix.state)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the network computes in; under FSDP's mixed precision, what its parameters are gathered in."""
+        return self.pi0.action_out_proj.weight.dtype
+
+    # sampling
+
+    @torch.no_grad()
+    def act(
+        self, inputs: dict[str, Tensor], noise_keys: Sequence[NoiseKey], mode: Literal["train", "eval"]
+    ) -> ActionChunk:
+        if mode not in ("train", "eval"):
+            raise ValueError(f"mode is {mode!r}, expected train or eval")
+        if len(noise_keys) != len(inputs["state"]):
+            raise ValueError(f"{len(noise_keys)} noise keys for a batch of {len(inputs['state'])}")
+        policy, device = self.policy, next(self.parameters()).device
+        inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}
+        x, noise, sde_step = self._draw(noise_keys, mode)
+        x, noise = x.to(device), noise.to(device)
+        prefix = self.encode(inputs)
+        chain, logprob = [x], torch.zeros_like(self._executed(x))
+        for k in range(policy.num_denoise_steps):
+            v = self.velocity(prefix, x, self._time(k, len(x), device))
+            if mode == "eval":
+                stochastic: bool | Tensor = False
+            else:
+                stochastic = True if policy.sde_mode == "joint" else (sde_step == k).to(device)
+            mean, std = self._transition(x, v, k, stochastic)
+            x = mean + std * noise[:, k if policy.sde_mode == "joint" else 0]
+            chain.append(x)
+            logprob += flow.elementwise_logprob(
+                self._executed(x), self._executed(mean), self._executed(std), require_density=False
+            )
+        if policy.sde_mode == "joint" and policy.joint_reduction == "mean":
+            logprob /= self._stochastic_steps
+        actions = self.processing.env_actions(self._executed(x))
+        trace = {"chain": torch.stack(chain, 1), "sde_step": sde_step.to(device)} if mode == "train" else {}
+        return ActionChunk(actions, logprob, self.value(prefix), trace)
+
+    def _draw(self, keys: Sequence[NoiseKey], mode: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Initial noise [B, H, A], noise of the stochastic steps [B, 1 or K, H, A], and which step [B] (-1: all).
+
+        The initial noise is drawn first, so that it is the same in both modes. float32, on the CPU.
+        """
+        policy, shape = self.policy, (self.config.chunk_size, self.config.max_action_dim)
+        if mode == "train" and self._stochastic_steps == 0:
+            raise ValueError(
+                f"policy.noise_level is {policy.noise_level} with {policy.method} and {policy.num_denoise_steps} steps: "
+                "no step is stochastic, so there is no likelihood to train on; raise policy.noise_level"
+            )
+        joint = policy.sde_mode == "joint"
+        first, later, steps = [], [], []
+        for key in keys:
+            generator = keyed_generator(key)
+            first.append(torch.randn(shape, generator=generator))
+            if mode == "eval":
+                steps.append(-1)
+                later.append(torch.zeros(policy.num_denoise_steps if joint else 1, *shape))
+                continue
+            steps.append(
+                -1
+                if joint
+                else flow.draw_sde_step(
+                    generator, policy.num_denoise_steps, noise_level=policy.noise_level, method=policy.method
+                )
+            )
+            later.append(torch.randn((policy.num_denoise_steps if joint else 1, *shape), generator=generator))
+        return torch.stack(first), torch.stack(later), torch.tensor(steps)
+
+    @property
+    def _stochastic_steps(self) -> int:
+        policy = self.policy
+        return flow.stochastic_steps(policy.num_denoise_steps, noise_level=policy.noise_level, method=policy.method)
+
+    def _time(self, step: int | Tensor, batch: int, device: torch.device) -> Tensor:
+        """The time at grid point ``step``, float32 [B] (computed in float64, then rounded, as the reference does)."""
+        time = flow.step_time(step, self.policy.num_denoise_steps, convention="pi").float()
+        return time.to(device).expand(batch)
+
+    def _transition(self, x: Tensor, v: Tensor, step: int | Tensor, stochastic: bool | Tensor) -> tuple[Tensor, Tensor]:
+        policy = self.policy
+        return flow.step_mean_std(
+            x, v, step, policy.num_denoise_steps, noise_level=policy.noise_level, convention="pi", method=policy.method,
+            stochastic=stochastic,
+        )  # fmt: skip
+
+    def _executed(self, x: Tensor) -> Tensor:
+        """The part of [..., H, max_action_dim] that reaches the simulator: [..., C, A]."""
+        return x[..., : self.policy.executed, : self.processing.action_dim]
+
+    # learning
+
+    def forward(self, batch: dict[str, Tensor], task: Literal["evaluate", "sft"]) -> dict[str, Tensor]:
+        if task == "evaluate":
+            return self._evaluate(batch)
+        if task == "sft":
+            return self._sft(batch)
+        raise ValueError(f"task is {task!r}, expected evaluate or sft")
+
+    def _evaluate(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Log-probs of stored chains. Mixed: one forward of the expert, each sample at its own step. Joint: K."""
+        policy, chain, step = self.policy, batch["trace.chain"], batch["trace.sde_step"]
+        _require_float32("trace.chain", chain)
+        steps, size, device = policy.num_denoise_steps, len(chain), chain.device
+        if chain.shape[1] != steps + 1:
+            raise ValueError(f"trace.chain holds {chain.shape[1] - 1} denoising steps, policy.num_denoise_steps is {steps}")
+        prefix = self._anchored(self.encode(batch))
+        settings = dict(noise_level=policy.noise_level, convention="pi", method=policy.method)
+        if policy.sde_mode == "mixed":
+            rows = torch.arange(size, device=device)
+            x, x_next = chain[rows, step], chain[rows, step + 1]
+            v = self.velocity(prefix, x, self._time(step, size, device))
+            mean, std = self._transition(x, v, step, True)
+            logprob = flow.elementwise_logprob(self._executed(x_next), self._executed(mean), self._executed(std))
+            entropy = flow.elementwise_entropy(self._executed(std))
+        else:
+            logprob = flow.joint_logprob(
+                self._executed(chain),
+                lambda k: self._executed(self.velocity(prefix, chain[:, k], self._time(k, size, device))),
+                steps, reduction=policy.joint_reduction, **settings,
+            )  # fmt: skip
+            x = self._executed(chain[:, 0])
+            terms = [
+                flow.elementwise_entropy(flow.step_mean_std(x, x, k, steps, **settings)[1])
+                for k in range(self._stochastic_steps)
+            ]
+            entropy = torch.stack(terms).sum(0)
+            if policy.joint_reduction == "mean":
+                entropy = entropy / len(terms)
+        return {"logprob": logprob, "entropy": entropy, "value": self.value(prefix)}
+
+    def _sft(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Flow-matching loss (noise - action - v)^2 per element [B, L, A], L of ``actions`` [B, L, A] at most H.
+
+        Over the environment's dimensions only. With L < H the rest of the chunk is pure noise and carries no loss.
+        ``sft.noise`` [B, H, max_action_dim] and ``sft.time`` [B] replace the random draws where given.
+        """
+        actions = batch["actions"]
+        _require_float32("actions", actions)
+        size, length, device = len(actions), actions.shape[1], actions.device
+        horizon, width, dim = self.config.chunk_size, self.config.max_action_dim, self.processing.action_dim
+        if length > horizon or actions.shape[2] != dim:
+            raise ValueError(f"actions has shape {list(actions.shape)}, expected [B, at most {horizon}, {dim}]")
+        noise, time = batch.get("sft.noise"), batch.get("sft.time")
+        if noise is None:
+            noise = torch.randn(size, horizon, width).to(device)
+        if time is None:
+            beta = torch.distributions.Beta(self.config.time_sampling_beta_alpha, self.config.time_sampling_beta_beta)
+            time = beta.sample((size,)) * self.config.time_sampling_scale + self.config.time_sampling_offset
+            time = time.float().to(device)
+        target = self.processing.model_actions(actions, width)
+        t = time[:, None, None]
+        x = noise.clone()
+        x[:, :length] = t * noise[:, :length] + (1.0 - t) * target
+        v = self.velocity(self._anchored(self.encode(batch)), x, time)
+        error = noise[:, :length] - target - v[:, :length]
+        return {"loss": error.square()[..., :dim]}
+
+    def _anchored(self, prefix: Prefix) -> Prefix:
+        """Let the gradient of every output pass through the prefix's last layer.
+
+        FSDP gathers a layer's parameters for the backward pass when the gradient of its *output* arrives. The last
+        layer's output may feed nothing (no value loss), while its keys and values do.
+        """
+        if not (prefix.hidden.requires_grad and is_fsdp(self.pi0.model.vlm.language_model.layers[-1])):
+            return prefix
+        return prefix._replace(state=prefix.state + 0.0 * prefix.hidden.sum().float())
+
+    # what verl's engine and peft ask of a model
+
+    def can_generate(self) -> bool:
+        return False
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+        """Recompute each layer's activations in the backward pass instead of keeping them.
+
+        transformers' own switch drops the key-value cache, on which this architecture stands; so the Gemma layers are
+        checkpointed here (``gradient_checkpointing_kwargs`` is accepted for the interface; re-entrant form refused).
+        """
+        if (gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+            raise ValueError("gradient checkpointing of pi0 needs use_reentrant: false (the prefix's cache is a side output)")
+        for layer in [*self.pi0.model.vlm.language_model.layers, *self.pi0.model.dit.layers,
+                      *self.pi0.model.vlm.vision_tower.encoder.layers]:  # fmt: skip
+            layer.forward = partial(checkpointed, type(layer).forward, layer)
+
+    def gradient_checkpointing_disable(self) -> None:
+        for module in self.modules():
+            if isinstance(vars(module).get("forward"), partial):
+                del module.forward
+
+    # files
+
+    def save(self, path: Path, state: dict[str, Tensor] | None = None, dtype: torch.dtype | None = None) -> None:
+        """See ``VLAPolicy.save``. ``dtype`` stores floating-point weights in another precision (float16: half the size)."""
+        pi0_files.save(self, Path(path), state, dtype)
+
+    def save_pretrained(self, path: str | Path, state_dict: dict[str, Tensor] | None = None, **_: Any) -> None:
+        self.save(Path(path), state_dict)
+
+    @classmethod
+    def load(cls, path: Path, **overrides: Any) -> PI0Policy:
+        """Read a directory written by ``save``; ``overrides`` as in ``load_policy``."""
+        return pi0_files.load(cls, Path(path), **overrides)
+
+    @classmethod
+    def from_checkpoint(cls, source: str | Path, processing: Processing | Path | None = None, **options: Any) -> PI0Policy:
+        """Read a published checkpoint; see ``pi0_files.from_checkpoint``."""
+        return pi0_files.from_checkpoint(cls, source, processing, **options)
+
+    @classmethod
+    def build(cls, preset: str, processing: Processing, **options: Any) -> PI0Policy:
+        """A preset with fresh weights; see ``pi0_files.build``."""
+        return pi0_files.build(cls, preset, processing, **options)
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "horizon": self.config.chunk_size, **asdict(self.policy)}
+
+
+def _require_float32(name: str, tensor: Tensor) -> None:
+    """Refuse what mixed precision has already rounded: a log-prob of a rounded sample is another sample's."""
+    if tensor.dtype != torch.float32 and tensor.dtype != torch.float64:
+        raise TypeError(
+            f"{name} is {tensor.dtype}, expected float32: FSDP's mixed precision casts the inputs of the wrapped root "
+            "unless its policy has cast_forward_inputs=False"
+        )

@@ -1,0 +1,161 @@
+"""One global batch on the driver: names and scalars of its trajectories, and the advantages computed from them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vla3_plugin.algorithms import advantages as adv
+from vla3_plugin.algorithms import filters, granularity
+from vla3_plugin.algorithms.losses import explained_variance
+from vla3_plugin.config import AlgorithmConfig
+from vla3_plugin.learner import fields
+from vla3_plugin.rollout import store
+from vla3_plugin.telemetry.metrics import episode_metrics
+
+PADDING = "padding_"
+
+
+class Batch:
+    """``keys`` name the real samples; ``all_keys`` also the padding rows that make the number divisible."""
+
+    FIELDS = (
+        "rewards",
+        "terminated",
+        "truncated",
+        fields.STEP_MASK,
+        fields.VALUE,
+        "bootstrap",
+        "episode_id",
+        "group_id",
+        "chunk_index",
+        fields.LOGPROB,
+    )
+
+    def __init__(self, trajectories: list[dict[str, Any]], divisor: int) -> None:
+        self.trajectories = trajectories
+        self.keys = [key for t in trajectories for key in t["keys"]]
+        self.padding = padding_rows(self.keys, divisor)
+
+    @property
+    def all_keys(self) -> list[str]:
+        return self.keys + self.padding
+
+    @property
+    def control_steps(self) -> int:
+        return sum(t["control_steps"] for t in self.trajectories)
+
+    def metrics(self, seconds: float) -> dict[str, float]:
+        episodes = episode_metrics(
+            [t["success"] for t in self.trajectories],
+            [t["return"] for t in self.trajectories],
+            [t["control_steps"] for t in self.trajectories],
+            seconds,
+        )
+        return episodes | {
+            "rollout/chunk_steps": float(len(self.keys)),
+            "rollout/chunk_steps_per_s": len(self.keys) / max(seconds, 1e-9),
+            "actor/padding_rows": float(len(self.padding)),
+        }
+
+
+def padding_rows(keys: list[str], divisor: int) -> list[str]:
+    """Names of copies of the first samples that fill the batch up to a multiple of ``divisor``; they carry no weight."""
+    missing = -len(keys) % divisor
+    return [f"{PADDING}{i}_{keys[i % len(keys)]}" for i in range(missing)]
+
+
+def write_padding(batch: Batch) -> None:
+    """Store the padding rows: copies of real samples, so that every field exists and is finite."""
+    import transfer_queue as tq
+
+    if batch.padding:
+        source = [batch.keys[i % len(batch.keys)] for i in range(len(batch.padding))]
+        unique = sorted(set(source), key=source.index)
+        data = fields.densify(tq.kv_batch_get(keys=unique, partition_id=store.PARTITION))
+        rows = [unique.index(key) for key in source]
+        store.put_fields(batch.padding, {name: data[name][rows] for name in data.keys()})
+
+
+def put(batch: Batch, data: dict[str, Tensor]) -> None:
+    """Store learner fields of the real samples, and zeros for the padding rows: they weigh nothing."""
+    rows = len(batch.padding)
+    padded = {k: torch.cat([v, torch.zeros(rows, *v.shape[1:], dtype=v.dtype)]) for k, v in data.items()}
+    store.put_fields(batch.all_keys, padded)
+
+
+def advantages(data: dict[str, Tensor], a: AlgorithmConfig, max_steps: int) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Advantages, returns and loss weights of flat samples [N, ...], with metrics.
+
+    ``loss_mask`` holds weights at ``logprob_type``'s level: 0 where a step was not executed, where its group has no
+    spread or was filtered; otherwise 1, or the trajectory-length weight.
+    """
+    layout = adv.trajectory_layout(data["episode_id"].flatten(), data["chunk_index"].flatten())
+    flat_valid = data[fields.STEP_MASK].bool()
+    valid = adv.pad(flat_valid, layout)
+    rewards = adv.pad(data["rewards"], layout)
+    groups = adv.per_trajectory(data["group_id"].flatten(), layout)
+    returns_ = adv.trajectory_returns(rewards, valid)
+    usable = torch.ones(len(groups), dtype=torch.bool)
+    metrics: dict[str, float] = {}
+    if a.adv_type == "gae":
+        advantage, target = adv.gae(
+            rewards=rewards,
+            values=adv.pad(data[fields.VALUE], layout),
+            valid=valid,
+            terminated=adv.pad(data["terminated"].bool(), layout),
+            truncated=adv.pad(data["truncated"].bool(), layout),
+            final_values=adv.pad(data["bootstrap"][:, :1], layout),
+            gamma=a.gamma,
+            gae_lambda=a.gae_lambda,
+            reward_type=a.reward_type,
+            bootstrap_type=a.bootstrap_type,  # type: ignore[arg-type]
+        )
+    else:
+        per_trajectory, usable = adv.grpo(
+            returns=returns_,
+            group_ids=groups,
+            group_size=a.group_size,
+            normalize_by_std=a.norm_adv_by_std_in_grpo,
+        )
+        advantage = adv.broadcast_trajectory(per_trajectory.float(), valid, reward_type=a.reward_type)
+        target = torch.zeros_like(adv.pad(data[fields.VALUE], layout))
+        metrics["actor/groups_without_spread"] = float((~usable).sum()) / a.group_size
+    if a.filter_rewards:
+        found = filters.filter_rewards(
+            returns=returns_,
+            group_ids=groups,
+            rewards_lower_bound=a.rewards_lower_bound,
+            rewards_upper_bound=a.rewards_upper_bound,
+        )
+        usable = usable & found.keep
+        metrics["actor/filtered_below"] = float(found.below_lower_bound)
+        metrics["actor/filtered_above"] = float(found.above_upper_bound)
+    sample_usable = usable[layout.row]
+    trained = flat_valid & sample_usable[:, None]
+    live = granularity.aggregate_flags(trained, trained, reward_type=a.reward_type)
+    flat_advantage = adv.unpad(advantage, layout)
+    if a.adv_type == "gae" and a.normalize_advantages and int(live.sum()) > 1:
+        flat_advantage = adv.whiten(flat_advantage, live)
+    level = granularity.parse_level(a.logprob_type, key="logprob_type")
+    weight = granularity.level_mask(trained, level=level, token_dim=data[fields.LOGPROB].shape[-1]).float()
+    if a.length_normalization:
+        weight = weight * granularity.length_weights(
+            flat_valid, data["episode_id"].flatten(), level=level, max_episode_steps=max_steps
+        )
+    value_mask = granularity.aggregate_flags(flat_valid, flat_valid, reward_type=a.reward_type).float()
+    flat_returns = adv.unpad(target, layout)
+    if a.adv_type == "gae":
+        metrics["critic/explained_variance"] = explained_variance(
+            data[fields.VALUE], flat_returns, value_mask.bool()
+        )
+        metrics["critic/value_mean"] = float(data[fields.VALUE][value_mask.bool()].mean())
+    if bool(live.any()):
+        metrics["actor/advantage_abs_mean"] = float(flat_advantage[live].abs().mean())
+    result = {
+        fields.ADVANTAGES: flat_advantage.float(),
+        fields.RETURNS: flat_returns.float(),
+        fields.POLICY_MASK: weight,
+        fields.VALUE_MASK: value_mask,
+    }
+    return result, metrics

@@ -1,0 +1,56 @@
+"""What a run leaves behind: metrics, evaluations, the config, the machine, a summary and a report."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from vla3_plugin.telemetry.console import StepLine, command_line, describe_machine, format_outcome, format_rate
+from vla3_plugin.telemetry.metrics import Evaluation, MetricsWriter, before_after, read_evaluations
+
+
+class RunRecord:
+    """Writes into ``run_dir``; everything is appended or replaced as a whole, so a killed run keeps what it had."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.metrics = MetricsWriter(run_dir)
+        self.line: StepLine | None = None
+
+    def start(self, config: dict[str, Any]) -> None:
+        (self.run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
+        self._summary({"machine": describe_machine(), "command": command_line(), "state": "running"})
+
+    def step(self, step: int, total: int, metrics: dict[str, Any]) -> None:
+        self.metrics.log(step, metrics)
+        if self.line is None:
+            self.line = StepLine(total, start=step - 1)
+        self.line.update(step, metrics)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        self.metrics.log_evaluation(evaluation)
+        print(f"vla3: step {evaluation.step}, {evaluation.mode} policy: {format_rate(evaluation)}", flush=True)
+        if len(evaluation.table.counts) > 1:
+            print(evaluation.table.format(), flush=True)
+
+    def finish(self, completed: bool) -> str:
+        """Close the files, write summary and report; the last line for the user."""
+        if self.line is not None:
+            self.line.close()
+        self.metrics.close()
+        pair = before_after(read_evaluations(self.run_dir))
+        outcome = format_outcome(*pair) if pair else "no two evaluations to compare"
+        summary = json.loads((self.run_dir / "summary.json").read_text())
+        self._summary(summary | {"state": "completed" if completed else "stopped early", "outcome": outcome})
+        from vla3_plugin.telemetry.report import write_report
+
+        report = write_report(self.run_dir)
+        return f"vla3: {outcome}\nvla3: report {report}"
+
+    def _summary(self, data: dict[str, Any]) -> None:
+        path = self.run_dir / "summary.json"
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(data, indent=1, sort_keys=True))
+        temporary.replace(path)
