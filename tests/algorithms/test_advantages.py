@@ -39,7 +39,8 @@ def trajectories(seed: int, batch: int, length: int, chunk: int, several_episode
         count = int(torch.randint(1, length + 1, (), generator=gen))
         for t in range(count):
             ends = t == count - 1 or (several_episodes and bool(torch.rand((), generator=gen) < 0.4))
-            last = int(torch.randint(chunk, (), generator=gen)) if ends else chunk - 1
+            partly = ends or bool(torch.rand((), generator=gen) < 0.3)  # a chunk need not be executed to its end
+            last = int(torch.randint(chunk, (), generator=gen)) if partly else chunk - 1
             valid[b, t, : last + 1] = True
             kind = int(torch.randint(3 if t == count - 1 else 2, (), generator=gen))
             if ends and kind < 2:
@@ -168,7 +169,7 @@ def test_truncation_bootstraps_from_the_final_observation_and_termination_does_n
     last, none = torch.tensor([[[False, True]]]), torch.zeros(shape, dtype=torch.bool)
     truncated = gae(**base, terminated=none, truncated=last)[1]
     terminated = gae(**base, terminated=last, truncated=none)[1]
-    both = gae(**base, terminated=last, truncated=last)[1]
+    both = gae(**base | dict(final_values=None), terminated=last, truncated=last)[1]
     torch.testing.assert_close(truncated.flatten(), torch.tensor([1.0 + 0.9 * (1.0 + 0.9 * 10.0), 1.0 + 0.9 * 10.0]))
     torch.testing.assert_close(terminated.flatten(), torch.tensor([1.9, 1.0]))
     assert torch.equal(both, terminated)

@@ -163,6 +163,8 @@ def test_a_full_length_trajectory_has_weight_one_and_an_empty_one_is_refused() -
     valid = torch.ones(4, 5, dtype=torch.bool)
     weights = length_weights(valid, torch.tensor([0, 0, 1, 0]), level="token", max_episode_steps=15)
     assert weights.flatten().tolist() == [1.0, 1.0, 3.0, 1.0]
+    weights = length_weights(valid, torch.tensor([0, 0, 1, 0]), level="chunk", max_episode_steps=11)  # 3 chunks
+    assert weights.flatten().tolist() == [1.0, 1.0, 3.0, 1.0]
     valid[2] = False
     with pytest.raises(ValueError, match="trajectory 1 has no valid step"):
         length_weights(valid, torch.tensor([0, 0, 1, 0]), level="token", max_episode_steps=15)

@@ -235,6 +235,16 @@ def test_bfloat16_models_get_float32_log_probs_of_the_values_they_were_given() -
     torch.testing.assert_close(mean.double(), wide, rtol=1e-6, atol=1e-6)
 
 
+def test_training_can_use_step_weights_first_computed_in_inference_mode() -> None:
+    kwargs = dict(noise_level=0.123, convention="pi", method="flow_sde")  # a noise level no other test has cached
+    x, v = normal(1, 2, 3, 4), normal(2, 2, 3, 4)
+    with torch.inference_mode():
+        step_mean_std(x, v, 1, 7, **kwargs)
+    v.requires_grad_()
+    step_mean_std(x, v, 1, 7, **kwargs)[0].sum().backward()
+    assert v.grad is not None and v.grad.any()
+
+
 def test_a_deterministic_step_is_refused_in_training_and_zero_otherwise() -> None:
     x, v = normal(1, 2, 3, 4), normal(2, 2, 3, 4)
     mean, std = step_mean_std(x, v, 1, 4, noise_level=0.0, convention="pi", method="flow_sde")

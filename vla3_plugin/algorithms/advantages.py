@@ -102,8 +102,8 @@ def gae(
     δ_t = r_t + γ V(s_{t+1}) − V(s_t),  A_t = δ_t + γλ A_{t+1},  return_t = A_t + V(s_t).
 
     ``reward_type`` ``action``: every valid control step is a step, ``values`` [B, T, C]. ``chunk``: every chunk is a
-    step with the sum of its valid rewards, γ and λ act once a chunk, ``values`` [B, T, 1]. Invalid steps, after an end
-    inside a chunk or in padding, are skipped: the step after the last valid one of a chunk is the first of the next.
+    step with the sum of its valid rewards, γ and λ act once a chunk, ``values`` [B, T, 1]. Invalid steps (after an end
+    inside a chunk, not executed, or padding) are skipped: after the last valid step of a chunk comes the next chunk's.
 
     Where an episode ends the sum stops. After termination V(s_{t+1}) is 0. After truncation the world would have gone
     on, so V(s_{t+1}) is the value of the *final* observation (not of the one after a reset): ``final_values`` [B], one
@@ -135,7 +135,7 @@ def gae(
     if bootstrap_type == "always":
         cut_here, ends_here = cut_here | ends_here, torch.zeros_like(ends_here)
     cut_here = cut_here & ~ends_here
-    bootstrap = _bootstrap_values(final_values, truncated | terminated, valid, level).to(dtype).flatten(1)
+    bootstrap = _bootstrap_values(final_values, valid, level).to(dtype).flatten(1)
     reward = aggregate_rewards(rewards.to(dtype), valid, reward_type=level).flatten(1)
     live = aggregate_flags(valid, valid, reward_type=level).flatten(1)
     value = torch.where(live, values.to(dtype).flatten(1), 0.0)
@@ -165,7 +165,7 @@ def gae(
     return advantages, advantages + value.view_as(values)
 
 
-def _bootstrap_values(final_values: Tensor | None, ended: Tensor, valid: Tensor, level: str) -> Tensor:
+def _bootstrap_values(final_values: Tensor | None, valid: Tensor, level: str) -> Tensor:
     """``final_values`` in any accepted form as [B, T, C] (action) or [B, T, 1] (chunk)."""
     batch, length, chunk_size = valid.shape
     width = chunk_size if level == "action" else 1
@@ -178,10 +178,9 @@ def _bootstrap_values(final_values: Tensor | None, ended: Tensor, valid: Tensor,
     if final_values.shape == (batch, length, chunk_size):
         if level == "action":
             return final_values
-        # The one entry of a chunk that matters is at its end: where the flag is, or at its last valid step.
-        position = torch.arange(chunk_size, device=valid.device)
-        end = torch.where(valid, position + chunk_size * (ended & valid), -1).argmax(-1, keepdim=True)
-        return final_values.gather(-1, end)
+        # The one entry of a chunk that matters is at its last valid step: an episode ends there or not at all.
+        last = torch.where(valid, torch.arange(chunk_size, device=valid.device), -1).argmax(-1, keepdim=True)
+        return final_values.gather(-1, last)
     raise ValueError(
         f"final_values have shape {list(final_values.shape)}, expected [{batch}], {[batch, length, 1]} or "
         f"{[batch, length, chunk_size]}"

@@ -149,7 +149,7 @@ def policy_loss(
 def _log_ratio(new: Tensor, old: Tensor, mask: Tensor, low: float | None, high: float | None) -> Tensor:
     if low is not None and high is not None and low >= high:
         raise ValueError(f"clip_log_ratio_min: {low} is not below clip_log_ratio_max: {high}")
-    # Mask before exp: inf in a masked element would come back as NaN in the gradient.
+    # Masked first, so that nothing downstream, forward or backward, sees what stands in masked elements.
     log_ratio = _only(mask, new - old.detach())
     low = -MAX_LOG_RATIO if low is None else max(low, -MAX_LOG_RATIO)
     high = MAX_LOG_RATIO if high is None else min(high, MAX_LOG_RATIO)

@@ -1,4 +1,4 @@
-"""The interface every simulator implements: ``ChunkEnv``.
+"""The interfaces simulators implement: ``ChunkEnv``, and ``ExpertEnv`` where demonstrations can be made.
 
 An implementation runs inside a child interpreter (``envs.child``) and never sees torch, ray or verl. The parent's
 handle (``envs.process.EnvProcess``) has the same methods, so code above does not know on which side it stands.
@@ -6,6 +6,7 @@ handle (``envs.process.EnvProcess``) has the same methods, so code above does no
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -35,3 +36,53 @@ class ChunkEnv(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@dataclass
+class ExpertChunk:
+    """``actions`` float32 [C, A]: what the expert wanted at each step, zeros where ``result.valid`` is false.
+
+    With noise this is not what was executed: the state is disturbed, the label is not (DART, Laskey et al. 2017).
+    """
+
+    actions: np.ndarray
+    result: ChunkResult
+
+
+@runtime_checkable
+class ExpertEnv(ChunkEnv, Protocol):
+    """A ``ChunkEnv`` that can drive itself with a scripted expert; ``imitation.demos`` makes demonstrations with it.
+
+    The expert reads privileged state on the simulator's side; the observations it leaves behind are those that a policy
+    gets. It must be usable in any state that its own (noisy) actions lead to, since it is asked anew at every step.
+    """
+
+    def expert_chunk(self, slots: list[int], length: int, noise: float = 0.0) -> list[ExpertChunk]:
+        """Let the expert act for ``length`` control steps, closed loop, stopping early where an episode ends.
+
+        ``noise``: see ``ActionNoise``. Images are rendered once, after the last executed step.
+        """
+        ...
+
+
+class ActionNoise:
+    """Disturbance of an expert's actions: Gaussian with standard deviation ``std`` (in units of half the action range)
+    and correlation ``memory`` from one control step to the next; the gripper (last dimension) is left alone.
+
+    One object an episode, seeded by the episode, so that an episode is the same whoever runs it.
+    """
+
+    def __init__(self, spec: EnvSpec, seed: int, std: float, memory: float = 0.8) -> None:
+        self._low = np.asarray(spec.action_low, dtype=np.float32)
+        self._high = np.asarray(spec.action_high, dtype=np.float32)
+        self._scale = std * (self._high - self._low) / 2
+        self._scale[-1] = 0.0
+        self._memory = memory
+        self._generator = np.random.default_rng([seed, 0xDA27])
+        self._state = self._generator.standard_normal(spec.action_dim)
+
+    def __call__(self, action: np.ndarray) -> np.ndarray:
+        """float32 [A]: ``action`` disturbed and kept inside the bounds."""
+        fresh = self._generator.standard_normal(len(action))
+        self._state = self._memory * self._state + np.sqrt(1 - self._memory**2) * fresh
+        return np.clip(action + self._scale * self._state, self._low, self._high).astype(np.float32)

@@ -17,6 +17,7 @@ TURN_GAIN = 2.0  # action per radian
 SLOPE = 4.0  # height kept per metre of horizontal error: the hand comes down in a steep funnel
 CLOSE_STEPS, OPEN_STEPS = 8, 10  # what the fingers take from end to end at 20 Hz, and to let go
 LOST = 0.06  # m between hand and grasp point: the object slipped out of the hand
+TIPS, PALM = 0.012, 0.04  # m from the grip site down to the fingertips and up to the palm, about
 MARGIN = 0.03  # m between what is carried and what it passes over
 FINGERS = np.diag([1.0, -1.0, -1.0])  # orientation of the hand: pointing down, fingers opening along the world's y
 
@@ -40,7 +41,8 @@ class PickAndPlace:
         self._depth = -low[2]  # m from the object's origin down to its lowest point
         hollow = "bowl" in self._object
         # A solid object is taken at its middle, a bowl by the rim: one finger inside, one outside.
-        self._grasp = np.array([0.0, 0.9 * high[1], 0.5 * high[2]]) if hollow else (low + high) / 2
+        self._grasp = np.array([0.0, 0.95 * high[1], 0.0]) if hollow else (low + high) / 2
+        self._grasp[2] = max((low[2] + high[2]) / 2, low[2] + TIPS, high[2] - PALM)
         _, top = self._extent(self._container)
         rim = self._position(self._container)[2] + top[2]
         self._clear = max(rim, self._position(self._object)[2] - self._depth) + MARGIN  # lowest height to carry at
@@ -91,8 +93,8 @@ class PickAndPlace:
         return 0.0
 
     def _command(self, move: np.ndarray, closed: bool) -> np.ndarray:
-        site = self._sim.robots[0].gripper.important_sites["grip_site"]
-        error = FINGERS @ self._sim.sim.data.get_site_xmat(site).reshape(3, 3).T
+        body = self._sim.robots[0].robot_model.eef_name
+        error = FINGERS @ self._sim.sim.data.get_body_xmat(body).reshape(3, 3).T
         turn = 0.5 * np.array([error[2, 1] - error[1, 2], error[0, 2] - error[2, 0], error[1, 0] - error[0, 1]])
         action = np.concatenate([GAIN * move, TURN_GAIN * turn, [1.0 if closed else -1.0]])
         return np.clip(action, -1.0, 1.0).astype(np.float32)

@@ -154,10 +154,12 @@ def estimate(
         ("processes", python * PROCESS_BYTES, "host", f"{python} Python processes x {PROCESS_BYTES / GB:.1f} GB"),
         ("sample store", stored_samples * sample_bytes, "host", f"{stored_samples} samples x {sample_bytes} B"),
     ]
-    parts = {n: {"bytes": int(amount), "where": where, "how": how} for n, amount, where, how in rows if amount > 0}
+    parts: dict[str, dict[str, Any]] = {
+        name: {"bytes": amount, "where": where, "how": how} for name, amount, where, how in rows if amount > 0
+    }
     if not towers:
         parts["actor activations"] = {"bytes": 0, "where": tensors, "how": "not counted: the policy gives no towers"}
-    sums = {w: sum(p["bytes"] for p in parts.values() if p["where"] == w) for w in ("host", "device")}
+    sums = {side: sum(p["bytes"] for p in parts.values() if p["where"] == side) for side in ("host", "device")}
     return {"parts": parts, **sums, "total": sums["host"] + sums["device"]}
 
 

@@ -75,7 +75,8 @@ def _weights(num_steps: int, noise_level: float, convention: str, method: str) -
             keep, std = after * math.cos(0.5 * math.pi * noise_level), after * math.sin(0.5 * math.pi * noise_level)
             x_weight, u_weight = (1.0 - after) + keep, -tau * (1.0 - after) + (1.0 - tau) * keep
         rows.append((x_weight, u_weight if convention == "pi" else -u_weight, std))
-    table = torch.tensor(rows, dtype=torch.float64)
+    with torch.inference_mode(False):  # a rollout may fill the cache that training reads
+        table = torch.tensor(rows, dtype=torch.float64, device="cpu")
     return table[:, 0], table[:, 1], table[:, 2]
 
 

@@ -10,7 +10,7 @@ Everything that needs gradients happens below ``PI0Policy.forward``, and every s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from vla3_plugin.contract import Observation
 from vla3_plugin.policies import flow, pi0_files
 from vla3_plugin.policies.base import ActionChunk, NoiseKey, VLAPolicy
 from vla3_plugin.policies.noise import keyed_generator
+from vla3_plugin.policies.pi0_config import LORA_TARGETS, PI0PolicyConfig
 from vla3_plugin.policies.pi0_modules import (
     DoubleTimestepEmbeddings,
     Prefix,
@@ -34,55 +35,6 @@ from vla3_plugin.policies.pi0_modules import (
     is_fsdp,
 )
 from vla3_plugin.policies.processing import Processing
-from vla3_plugin.policies.prompts import PromptTokenizer
-
-# Where LoRA goes by default, by the last part of the module's name: attention and MLPs of both Gemmas and of SigLIP.
-# The value head and the projections around the expert are small and trained whole (peft's ``modules_to_save``).
-LORA_TARGET_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "out_proj", "fc1", "fc2"]
-LORA_MODULES_TO_SAVE = ["value_head", "embed_action_time", "action_out_proj"]
-
-
-@dataclass
-class PI0PolicyConfig:
-    """How the network is used as a policy.
-
-    ``executed``: C, how many of the H predicted actions are executed. ``num_denoise_steps``: K. ``noise_level``: a of
-    the stochastic ``method`` (see ``flow``). ``sde_mode``: ``mixed`` (one stochastic step a sample, drawn) or ``joint``
-    (all K; ``joint_reduction`` of their log-probs). ``value_level``: one value a ``chunk`` or one an ``action``. ``detach_value``: the value loss does not reach the backbone.
-    ``freeze_vlm``: only the expert, the projections and the value head are trained.
-    """
-
-    executed: int
-    num_denoise_steps: int = 4
-    noise_level: float = 0.5
-    sde_mode: Literal["mixed", "joint"] = "mixed"
-    joint_reduction: Literal["sum", "mean"] = "sum"
-    method: Literal["flow_sde", "flow_cps"] = "flow_sde"
-    value_level: Literal["chunk", "action"] = "chunk"
-    value_hidden: int = 512
-    detach_value: bool = False
-    freeze_vlm: bool = False
-
-    def check(self, horizon: int) -> None:
-        def refuse(key: str, expected: str) -> None:
-            raise ValueError(f"policy.{key} is {getattr(self, key)!r}, expected {expected}")
-
-        if not 1 <= self.executed <= horizon:
-            refuse("executed", f"1 to {horizon}, the model's chunk_size")
-        if self.num_denoise_steps < 1:
-            refuse("num_denoise_steps", "at least 1")
-        if self.noise_level < 0:
-            refuse("noise_level", "at least 0")
-        if self.sde_mode not in ("mixed", "joint"):
-            refuse("sde_mode", "mixed or joint")
-        if self.joint_reduction not in ("sum", "mean"):
-            refuse("joint_reduction", "sum or mean")
-        if self.method not in ("flow_sde", "flow_cps"):
-            refuse("method", "flow_sde or flow_cps")
-        if self.value_level not in ("chunk", "action"):
-            refuse("value_level", "chunk or action")
-        if self.value_hidden < 1:
-            refuse("value_hidden", "at least 1")
 
 
 class PI0Policy(VLAPolicy):
@@ -93,27 +45,29 @@ class PI0Policy(VLAPolicy):
 
     family = "pi0"
     preset: str | None = None
-    _no_split_modules = ["GemmaDecoderLayer", "SiglipEncoderLayer"]
+    lora_targets = LORA_TARGETS
+    base_model_prefix = "pi0"  # peft asks for it where a model's config is transformers'
+    _no_split_modules = ["GemmaDecoderLayer", "SiglipEncoderLayer"]  # what FSDP wraps one by one
 
-    def __init__(
-        self, config: PI0Config, policy: PI0PolicyConfig, processing: Processing, tokenizer: PromptTokenizer
-    ) -> None:
+    def __init__(self, config: PI0Config, policy: PI0PolicyConfig, processing: Processing) -> None:
         super().__init__()
         policy.check(config.chunk_size)
         for key, need in (("max_state_dim", processing.state_dim), ("max_action_dim", processing.action_dim)):
             if getattr(config, key) < need:
                 raise ValueError(f"model.{key} is {getattr(config, key)}, the environment has {need} dimensions")
-        vision = config.vlm_config.vision_config
-        if processing.image_size != (vision.image_size, vision.image_size):
+        backbone: Any = config.vlm_config
+        size = backbone.vision_config.image_size
+        if processing.image_size != (size, size):
             raise ValueError(
-                f"processing.image_size is {list(processing.image_size)}, the model looks at squares of {vision.image_size}"
+                f"processing.image_size is {list(processing.image_size)}, the model looks at squares of {size}"
             )
         config._attn_implementation = "sdpa"  # the suffix's block mask rules out flash attention
-        self.config, self.policy, self.processing, self.tokenizer = config, policy, processing, tokenizer
-        self.pi0 = PI0ForConditionalGeneration(config)
+        self.config, self.policy, self.processing = config, policy, processing
+        pi0: Any = PI0ForConditionalGeneration(config)
+        self.pi0 = pi0
         self.pi0.embed_action_time.sinusoid_embeds = DoubleTimestepEmbeddings(config)
         self.value_head = ValueHead(
-            config.vlm_config.text_config.hidden_size,
+            backbone.text_config.hidden_size,
             config.max_state_dim,
             policy.value_hidden,
             policy.executed if policy.value_level == "action" else 1,
@@ -125,9 +79,7 @@ class PI0Policy(VLAPolicy):
     # observations to stored inputs
 
     def prepare(self, observations: Sequence[Observation]) -> dict[str, Tensor]:
-        inputs = self.processing.stack(observations)
-        inputs["input_ids"], inputs["attention_mask"] = self.tokenizer([o.instruction for o in observations])
-        return inputs
+        return self.processing.prepare(observations)
 
     # the network
 
@@ -141,7 +93,7 @@ class PI0Policy(VLAPolicy):
     def encode_normalised(
         self, images: Tensor, camera_mask: Tensor | None, ids: Tensor, token_mask: Tensor, state: Tensor
     ) -> Prefix:
-        """``images`` [B, N, 3, h, w] in [-1, 1], ``camera_mask`` bool [B, N] (none: all present), ``state`` [B, padded].
+        """``images`` [B, N, 3, h, w] in [-1, 1]; ``camera_mask`` bool [B, N], none: all present; ``state`` [B, padded].
 
         A missing camera's tokens stay in the sequence and are masked; they take no position, so the result is the one
         without them.
@@ -157,28 +109,29 @@ class PI0Policy(VLAPolicy):
                 camera_mask = torch.ones(batch, cameras, dtype=token_mask.dtype, device=token_mask.device)
             mask = torch.cat([camera_mask.to(token_mask.dtype).repeat_interleave(seen.shape[2], 1), token_mask], dim=1)
             layers = len(vlm.language_model.layers)
-            writer = Cache(layers=[WriteLayer() for _ in range(layers)])
+            written = [WriteLayer() for _ in range(layers)]
             hidden = vlm(
                 inputs_embeds=embeds,
                 attention_mask=mask,
                 position_ids=mask.cumsum(-1) - 1,
                 token_type_ids=torch.zeros_like(mask),
-                past_key_values=writer,
+                past_key_values=Cache(layers=list(written)),
                 use_cache=True,
             ).last_hidden_state
-        reader = Cache(layers=[ReadLayer(layer.keys, layer.values) for layer in writer.layers])
+        reader = Cache(layers=[ReadLayer(layer) for layer in written])
         return Prefix(reader, mask, hidden, state)
 
     def velocity(self, prefix: Prefix, x: Tensor, time: Tensor) -> Tensor:
         """float32 [B, H, max_action_dim] from ``x`` of that shape at ``time`` float32 [B]."""
         dtype = self.dtype
-        return self.pi0(
+        v = self.pi0(
             state=prefix.state.to(dtype),
             noise=x.to(dtype),
             timestep=time,
             attention_mask=prefix.mask,
             past_key_values=prefix.cache,
-        ).logits.float()
+        ).logits
+        return v if v.dtype == torch.float64 else v.float()
 
     def value(self, prefix: Prefix) -> Tensor:
         """float32 [B, 1] or [B, C]."""
@@ -206,7 +159,7 @@ class PI0Policy(VLAPolicy):
         x, noise = x.to(device), noise.to(device)
         prefix = self.encode(inputs)
         chain, logprob = [x], torch.zeros_like(self._executed(x))
-        for k in range(policy.num_denoise_steps):
+        for k in range(policy.num_steps):
             v = self.velocity(prefix, x, self._time(k, len(x), device))
             if mode == "eval":
                 stochastic: bool | Tensor = False
@@ -232,7 +185,7 @@ class PI0Policy(VLAPolicy):
         policy, shape = self.policy, (self.config.chunk_size, self.config.max_action_dim)
         if mode == "train" and self._stochastic_steps == 0:
             raise ValueError(
-                f"policy.noise_level is {policy.noise_level} with {policy.method} and {policy.num_denoise_steps} steps: "
+                f"policy.noise_level is {policy.noise_level} with {policy.method} and {policy.num_steps} steps: "
                 "no step is stochastic, so there is no likelihood to train on; raise policy.noise_level"
             )
         joint = policy.sde_mode == "joint"
@@ -242,32 +195,32 @@ class PI0Policy(VLAPolicy):
             first.append(torch.randn(shape, generator=generator))
             if mode == "eval":
                 steps.append(-1)
-                later.append(torch.zeros(policy.num_denoise_steps if joint else 1, *shape))
+                later.append(torch.zeros(policy.num_steps if joint else 1, *shape))
                 continue
             steps.append(
                 -1
                 if joint
                 else flow.draw_sde_step(
-                    generator, policy.num_denoise_steps, noise_level=policy.noise_level, method=policy.method
+                    generator, policy.num_steps, noise_level=policy.noise_level, method=policy.method
                 )
             )
-            later.append(torch.randn((policy.num_denoise_steps if joint else 1, *shape), generator=generator))
+            later.append(torch.randn((policy.num_steps if joint else 1, *shape), generator=generator))
         return torch.stack(first), torch.stack(later), torch.tensor(steps)
 
     @property
     def _stochastic_steps(self) -> int:
         policy = self.policy
-        return flow.stochastic_steps(policy.num_denoise_steps, noise_level=policy.noise_level, method=policy.method)
+        return flow.stochastic_steps(policy.num_steps, noise_level=policy.noise_level, method=policy.method)
 
     def _time(self, step: int | Tensor, batch: int, device: torch.device) -> Tensor:
         """The time at grid point ``step``, float32 [B] (computed in float64, then rounded, as the reference does)."""
-        time = flow.step_time(step, self.policy.num_denoise_steps, convention="pi").float()
+        time = flow.step_time(step, self.policy.num_steps, convention="pi").float()
         return time.to(device).expand(batch)
 
     def _transition(self, x: Tensor, v: Tensor, step: int | Tensor, stochastic: bool | Tensor) -> tuple[Tensor, Tensor]:
         policy = self.policy
         return flow.step_mean_std(
-            x, v, step, policy.num_denoise_steps, noise_level=policy.noise_level, convention="pi", method=policy.method,
+            x, v, step, policy.num_steps, noise_level=policy.noise_level, convention="pi", method=policy.method,
             stochastic=stochastic,
         )  # fmt: skip
 
@@ -288,11 +241,11 @@ class PI0Policy(VLAPolicy):
         """Log-probs of stored chains. Mixed: one forward of the expert, each sample at its own step. Joint: K."""
         policy, chain, step = self.policy, batch["trace.chain"], batch["trace.sde_step"]
         _require_float32("trace.chain", chain)
-        steps, size, device = policy.num_denoise_steps, len(chain), chain.device
+        steps, size, device = policy.num_steps, len(chain), chain.device
         if chain.shape[1] != steps + 1:
-            raise ValueError(f"trace.chain holds {chain.shape[1] - 1} denoising steps, policy.num_denoise_steps is {steps}")
+            raise ValueError(f"trace.chain holds {chain.shape[1] - 1} denoising steps, policy.num_steps is {steps}")
         prefix = self._anchored(self.encode(batch))
-        settings = dict(noise_level=policy.noise_level, convention="pi", method=policy.method)
+        settings: dict[str, Any] = dict(noise_level=policy.noise_level, convention="pi", method=policy.method)
         if policy.sde_mode == "mixed":
             rows = torch.arange(size, device=device)
             x, x_next = chain[rows, step], chain[rows, step + 1]
@@ -365,7 +318,9 @@ class PI0Policy(VLAPolicy):
         checkpointed here (``gradient_checkpointing_kwargs`` is accepted for the interface; re-entrant form refused).
         """
         if (gradient_checkpointing_kwargs or {}).get("use_reentrant"):
-            raise ValueError("gradient checkpointing of pi0 needs use_reentrant: false (the prefix's cache is a side output)")
+            raise ValueError(
+                "gradient checkpointing of pi0 needs use_reentrant: false (the prefix's cache is a side output)"
+            )
         for layer in [*self.pi0.model.vlm.language_model.layers, *self.pi0.model.dit.layers,
                       *self.pi0.model.vlm.vision_tower.encoder.layers]:  # fmt: skip
             layer.forward = partial(checkpointed, type(layer).forward, layer)
@@ -378,29 +333,39 @@ class PI0Policy(VLAPolicy):
     # files
 
     def save(self, path: Path, state: dict[str, Tensor] | None = None, dtype: torch.dtype | None = None) -> None:
-        """See ``VLAPolicy.save``. ``dtype`` stores floating-point weights in another precision (float16: half the size)."""
+        """See ``VLAPolicy.save``. ``dtype``: store weights in it (float16: half the size)."""
         pi0_files.save(self, Path(path), state, dtype)
 
     def save_pretrained(self, path: str | Path, state_dict: dict[str, Tensor] | None = None, **_: Any) -> None:
         self.save(Path(path), state_dict)
 
     @classmethod
-    def load(cls, path: Path, **overrides: Any) -> PI0Policy:
-        """Read a directory written by ``save``; ``overrides`` as in ``load_policy``."""
-        return pi0_files.load(cls, Path(path), **overrides)
+    def load(cls, path: Path, **options: Any) -> PI0Policy:
+        """Read a directory written by ``save``; options: see ``pi0_files.load``."""
+        return pi0_files.load(cls, Path(path), **options)
 
     @classmethod
-    def from_checkpoint(cls, source: str | Path, processing: Processing | Path | None = None, **options: Any) -> PI0Policy:
-        """Read a published checkpoint; see ``pi0_files.from_checkpoint``."""
-        return pi0_files.from_checkpoint(cls, source, processing, **options)
+    def from_checkpoint(cls, source: str | Path, **options: Any) -> PI0Policy:
+        """Read a published checkpoint, from a directory or a hub id; options: see ``pi0_files.from_checkpoint``."""
+        return pi0_files.from_checkpoint(cls, source, **options)
 
     @classmethod
     def build(cls, preset: str, processing: Processing, **options: Any) -> PI0Policy:
-        """A preset with fresh weights; see ``pi0_files.build``."""
+        """A preset with fresh weights; options: see ``pi0_files.build``."""
         return pi0_files.build(cls, preset, processing, **options)
 
     def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "horizon": self.config.chunk_size, **asdict(self.policy)}
+        trainable = sum(p.numel() for p in self.parameters() if p.requires_grad)
+        record = self.processing
+        return {
+            **super().describe(),
+            "trainable": trainable,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "cameras": ", ".join(record.cameras),
+            "image_size": "x".join(map(str, record.image_size)),
+            "horizon": self.config.chunk_size,
+            **asdict(self.policy),
+        }
 
 
 def _require_float32(name: str, tensor: Tensor) -> None:

@@ -7,6 +7,7 @@ A directory of ours holds ``config.json`` (family, preset, network and policy se
 from __future__ import annotations
 
 import copy
+import difflib
 import json
 import logging
 import re
@@ -23,7 +24,7 @@ from torch import Tensor
 from vla3_plugin.policies.hub import download
 from vla3_plugin.policies.presets import PRESETS
 from vla3_plugin.policies.processing import Processing
-from vla3_plugin.policies.prompts import PromptTokenizer, load_tokenizer, word_tokenizer
+from vla3_plugin.policies.prompts import load_tokenizer, word_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -45,6 +46,7 @@ _RENAMES: list[tuple[str, str]] = [
     (r"^paligemma_with_expert\.gemma_expert\.model\.", "model.dit."),
     (r"^paligemma_with_expert\.gemma_expert\.lm_head\.", "model.dit.embed_tokens."),
     (r"\.vision_tower\.vision_model\.", ".vision_tower."),
+    (r"^model\.vlm\.language_model\.model\.", "model.vlm.language_model."),  # as transformers 5.10 saves it
 ]
 _UNUSED = ("model.dit.embed_tokens.weight",)  # the expert reads no tokens; checkpoints carry the table all the same
 
@@ -68,43 +70,72 @@ def build(
     preset: str,
     processing: Processing,
     *,
-    tokenizer: Tokenizer | Path | None = None,
-    policy: dict[str, Any] | None = None,
+    tokenizer: Tokenizer | str | Path | None = None,
     model: dict[str, Any] | None = None,
     seed: int = 0,
+    **settings: Any,
 ) -> PI0Policy:
-    """Fresh weights, the same for the same ``seed``. ``policy`` and ``model`` override the preset's settings."""
+    """Fresh weights, the same for the same ``seed``. ``model`` and ``settings`` override the preset's."""
     from transformers import PI0Config
 
     chosen = PRESETS[preset]
     config = PI0Config(**{**copy.deepcopy(chosen.model), **(model or {})})
-    if isinstance(tokenizer, Path):
-        tokenizer = load_tokenizer(tokenizer)
-    if tokenizer is None:
+    if tokenizer is not None:
+        processing = _readable(processing, tokenizer)
+    elif processing.prompts is None:
         if not chosen.words:
             raise ValueError(f"preset {preset!r} brings no tokenizer: give the one of google/paligemma-3b-pt-224")
-        tokenizer = word_tokenizer(chosen.words)
+        processing = processing.with_tokenizer(word_tokenizer(chosen.words))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        built = _construct(cls, config, {**chosen.policy, **(policy or {})}, processing, tokenizer)
+        built = _construct(cls, config, {**chosen.policy, **settings}, processing)
     built.preset = preset
     return built
 
 
-def _construct(
-    cls: type[PI0Policy], config: Any, policy: dict[str, Any], processing: Processing, tokenizer: Tokenizer
-) -> PI0Policy:
-    from vla3_plugin.policies.pi0 import PI0PolicyConfig
+def _readable(processing: Processing, tokenizer: Tokenizer | str | Path) -> Processing:
+    if isinstance(tokenizer, str | Path):
+        tokenizer = load_tokenizer(Path(tokenizer))
+    return processing.with_tokenizer(tokenizer)
+
+
+def _construct(cls: type[PI0Policy], config: Any, settings: dict[str, Any], processing: Processing) -> PI0Policy:
+    from vla3_plugin.policies.pi0_config import PI0PolicyConfig
 
     known = {field.name for field in fields(PI0PolicyConfig)}
-    unknown = sorted(set(policy) - known)
+    unknown = sorted(set(settings) - known)
     if unknown:
-        raise ValueError(f"policy.{unknown[0]} is not a setting of pi0; known: {', '.join(sorted(known))}")
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(f"{unknown[0]!r} is not a setting of pi0{hint}; known: {', '.join(sorted(known))}")
+    if processing.prompts is None:
+        raise ValueError("no tokenizer.json beside the checkpoint; give `tokenizer`, the one it was trained with")
+    tokens = processing.prompts.tokenizer.get_vocab_size()
     vocabulary = config.vlm_config.text_config.vocab_size
-    if tokenizer.get_vocab_size() > vocabulary:
-        raise ValueError(f"the tokenizer has {tokenizer.get_vocab_size()} tokens, the model's embedding {vocabulary}")
-    prompts = PromptTokenizer(tokenizer, processing.prompt, processing.max_tokens)
-    return cls(config, PI0PolicyConfig(**policy), processing, prompts)
+    if tokens > vocabulary:
+        raise ValueError(
+            f"the tokenizer has {tokens} tokens, the model's embedding {vocabulary}: not made for each other"
+        )
+    return cls(config, PI0PolicyConfig(**settings), processing)
+
+
+def _processing(
+    given: Processing | str | Path | None, tokenizer: Tokenizer | str | Path | None, path: Path
+) -> Processing:
+    record = given if isinstance(given, Processing) else Processing.load(Path(given or path))
+    if tokenizer is not None:
+        return _readable(record, tokenizer)
+    return record if record.prompts is not None else _readable(record, path)
+
+
+def _dtype(name: str | torch.dtype) -> torch.dtype:
+    known = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
+             "float64": torch.float64}  # fmt: skip
+    if isinstance(name, torch.dtype):
+        return name
+    if name not in known:
+        raise ValueError(f"dtype is {name!r}, expected one of {', '.join(known)}")
+    return known[name]
 
 
 # our own directories
@@ -127,7 +158,6 @@ def save(policy: PI0Policy, path: Path, state: dict[str, Tensor] | None, dtype: 
     }
     (path / CONFIG).write_text(json.dumps(config, indent=1, default=str) + "\n")
     policy.processing.save(path)
-    policy.tokenizer.save(path)
     save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
 
 
@@ -135,41 +165,36 @@ def load(
     cls: type[PI0Policy],
     path: Path,
     *,
-    policy: dict[str, Any] | None = None,
-    processing: Processing | Path | None = None,
-    dtype: torch.dtype = torch.float32,
+    processing: Processing | str | Path | None = None,
+    tokenizer: Tokenizer | str | Path | None = None,
+    dtype: str | torch.dtype = torch.float32,
+    **settings: Any,
 ) -> PI0Policy:
-    """``policy`` overrides settings. One that changes the value head's shape starts a new head, and says so."""
+    """``settings`` override the stored ones. One that changes the value head's shape starts a new head, and says so."""
     from transformers import PI0Config
 
     data = read_config(path)
     if data.get("family") != cls.family or data.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path / CONFIG}: family {data.get('family')!r}, format {data.get('format')!r}; expected {cls.family!r}, {FORMAT}"
-        )
-    if not isinstance(processing, Processing):
-        processing = Processing.load(processing or path)
-    settings = {**data["policy"], **(policy or {})}
-    loaded = _empty(cls, PI0Config(**data["model"]), settings, processing, load_tokenizer(path), dtype)
+        found = f"family {data.get('family')!r}, format {data.get('format')!r}"
+        raise CheckpointError(f"{path / CONFIG}: {found}; expected {cls.family!r}, {FORMAT}")
+    merged = {**data["policy"], **settings}
+    record = _processing(processing, tokenizer, path)
+    loaded = _empty(cls, PI0Config(**data["model"]), merged, record, _dtype(dtype))
     loaded.preset = data.get("preset")
-    wanted = loaded.state_dict()
-    names, shapes = weight_shapes(path)
-    fresh_head = {key for key in wanted if key.startswith(VALUE_HEAD)}
-    if all(shapes.get(key) == tuple(wanted[key].shape) for key in fresh_head):
-        fresh_head = set()
-    elif data["policy"] == settings:
-        fresh_head = set()  # nothing was overridden: a head that does not fit is damage
-    else:
-        logger.warning("value head of %s does not fit the overridden policy settings: it starts anew", path)
-        names = {key: file for key, file in names.items() if not key.startswith(VALUE_HEAD)}
-    _fill(loaded, {key: key for key in names}, names, {key: shapes[key] for key in names}, fresh_head, path)
+    files, shapes = weight_shapes(path)
+    head = {key: tuple(value.shape) for key, value in loaded.state_dict().items() if key.startswith(VALUE_HEAD)}
+    fresh = merged != data["policy"] and any(shapes.get(key) != shape for key, shape in head.items())
+    if fresh:
+        logger.warning("the value head of %s does not fit the overridden settings: it starts anew", path)
+        files = {key: file for key, file in files.items() if not key.startswith(VALUE_HEAD)}
+    _fill(loaded, {key: key for key in files}, files, shapes, set(head) if fresh else set(), path)
     return loaded
 
 
 def _empty(
-    cls: type[PI0Policy], config: Any, policy: dict[str, Any], processing: Processing, tokenizer: Tokenizer, dtype: torch.dtype
+    cls: type[PI0Policy], config: Any, settings: dict[str, Any], processing: Processing, dtype: torch.dtype
 ) -> PI0Policy:
-    """The module with its backbone's weights allocated and not drawn, in ``dtype``; the value head is drawn."""
+    """The module in ``dtype``, its backbone's weights allocated and not drawn; the value head is drawn."""
     from transformers.initialization import no_init_weights
 
     default = torch.get_default_dtype()
@@ -177,7 +202,7 @@ def _empty(
     try:
         with torch.random.fork_rng(devices=[]), no_init_weights():
             torch.manual_seed(0)
-            return _construct(cls, config, policy, processing, tokenizer)
+            return _construct(cls, config, settings, processing)
     finally:
         torch.set_default_dtype(default)
 
@@ -188,12 +213,12 @@ def _empty(
 def from_checkpoint(
     cls: type[PI0Policy],
     source: str | Path,
-    processing: Processing | Path | None = None,
     *,
-    tokenizer: Tokenizer | Path | None = None,
-    policy: dict[str, Any] | None = None,
+    processing: Processing | str | Path | None = None,
+    tokenizer: Tokenizer | str | Path | None = None,
     model: dict[str, Any] | None = None,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: str | torch.dtype = torch.float32,
+    **settings: Any,
 ) -> PI0Policy:
     """Weights in transformers', lerobot's or openpi's PyTorch layout, from a directory or a hub id.
 
@@ -204,20 +229,18 @@ def from_checkpoint(
     from transformers import PI0Config
 
     path = Path(source) if Path(source).is_dir() else download(str(source))
-    if not isinstance(processing, Processing):
-        processing = Processing.load(processing or path)
-    if not isinstance(tokenizer, Path | None):
-        reader = tokenizer
-    else:
-        reader = load_tokenizer(tokenizer or path)
     config = PI0Config(**{**_published_sizes(path), **(model or {})})
-    settings = {**PRESETS["pi0"].policy, **(policy or {})}
-    loaded = _empty(cls, config, settings, processing, reader, dtype)
-    loaded.preset = None
-    names, shapes = weight_shapes(path)
-    targets = {name: "pi0." + transformers_key(name) for name in names}
+    record = _processing(processing, tokenizer, path)
+    loaded = _empty(cls, config, {**PRESETS["pi0"].policy, **settings}, record, _dtype(dtype))
+    files, shapes = weight_shapes(path)
+    targets = {name: "pi0." + transformers_key(name) for name in files}
+    tied = "pi0.model.vlm.language_model.embed_tokens.weight"
+    if len(twice := [name for name, key in targets.items() if key == tied]) > 1:
+        for name in twice:
+            if "lm_head" in name:  # both hold the token embedding; fine-tuning trains the other one
+                del targets[name]
     fresh_head = {key for key in loaded.state_dict() if key.startswith(VALUE_HEAD)}
-    _fill(loaded, targets, names, shapes, fresh_head, path)
+    _fill(loaded, targets, files, shapes, fresh_head, path)
     return loaded
 
 
@@ -299,6 +322,8 @@ def _fill(
     problems = _mismatch(wanted, targets, shapes, may_miss)
     if problems:
         raise CheckpointError(f"{path} does not hold this {policy.family} model: {'; '.join(problems)}")
+    if any(tensor.is_meta for tensor in wanted.values()):
+        return  # asked for sizes and checks only
     for name, tensor in _tensors(files, set(targets)):
         wanted[targets[name]].copy_(tensor)
 

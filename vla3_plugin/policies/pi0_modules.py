@@ -20,12 +20,13 @@ class DoubleTimestepEmbeddings(nn.Module):
 
     def __init__(self, config: PI0Config) -> None:
         super().__init__()
-        self.half = config.dit_config.hidden_size // 2
+        expert: Any = config.dit_config
+        self.width = expert.hidden_size
         self.min_period, self.max_period = config.min_period, config.max_period
 
     def forward(self, time: Tensor) -> Tensor:
         """float32 [B] to float32 [B, width of the expert]."""
-        fraction = torch.linspace(0.0, 1.0, self.half, dtype=torch.float64, device=time.device)
+        fraction = torch.linspace(0.0, 1.0, self.width // 2, dtype=torch.float64, device=time.device)
         period = self.min_period * (self.max_period / self.min_period) ** fraction
         angle = time.double()[:, None] * (2.0 * torch.pi / period)
         return torch.cat([angle.sin(), angle.cos()], dim=1).float()
@@ -44,10 +45,16 @@ class WriteLayer(DynamicLayer):
 class ReadLayer(DynamicLayer):
     """Shows the prefix's keys and values before the suffix's, and keeps none of the latter."""
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
+    def __init__(self, written: WriteLayer) -> None:
         super().__init__()
+        keys, values = written.keys, written.values
+        if keys is None or values is None:
+            raise RuntimeError(
+                "the prefix was not run: transformers dropped the cache (its own gradient checkpointing is on?)"
+            )
         self.lazy_initialization(keys, values)
-        self.keys, self.values = keys, values
+        self.keys: Tensor = keys
+        self.values: Tensor = values
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return torch.cat([self.keys, key_states], dim=-2), torch.cat([self.values, value_states], dim=-2)
@@ -70,16 +77,18 @@ class ValueHead(nn.Module):
     def __init__(self, width: int, state_dim: int, hidden: int, outputs: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
+        last = nn.Linear(hidden, outputs)
         self.mlp = nn.Sequential(
-            nn.Linear(width + state_dim, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU(), nn.Linear(hidden, outputs)
+            nn.Linear(width + state_dim, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU(), last
         )
-        nn.init.normal_(self.mlp[-1].weight, std=0.01)  # first values near 0, whatever the backbone says
-        nn.init.zeros_(self.mlp[-1].bias)
+        nn.init.normal_(last.weight, std=0.01)  # first values near 0, whatever the backbone says
+        nn.init.zeros_(last.bias)
 
     def forward(self, hidden: Tensor, mask: Tensor, state: Tensor) -> Tensor:
         weight = mask[:, :, None].to(hidden.dtype)
         pooled = (hidden * weight).sum(1) / weight.sum(1)
-        return self.mlp(torch.cat([self.norm(pooled), state.to(hidden.dtype)], dim=-1)).float()
+        value = self.mlp(torch.cat([self.norm(pooled), state.to(hidden.dtype)], dim=-1))
+        return value if value.dtype == torch.float64 else value.float()
 
 
 def checkpointed(forward: Callable[..., Any], layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -10,16 +10,21 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vla3_plugin.contract import Observation
+from vla3_plugin.contract import EnvSpec, Observation
+from vla3_plugin.policies.prompts import FILE as TOKENIZER_FILE
+from vla3_plugin.policies.prompts import PromptTokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 FILE = "processing.json"
 EPS = 1e-8  # added to the standard deviation, as the published pi0 checkpoints were trained with
@@ -86,8 +91,7 @@ class Normalisation:
 
     def _vectors(self, like: Tensor) -> tuple[Tensor, Tensor]:
         first, second = (
-            torch.tensor(self.stats[key], dtype=torch.float32, device=like.device)
-            for key in NORMALISATIONS[self.kind]
+            torch.tensor(self.stats[key], dtype=torch.float32, device=like.device) for key in NORMALISATIONS[self.kind]
         )
         return first, second
 
@@ -122,7 +126,9 @@ class Normalisation:
             return cls(kind, {"mean": x.mean(0).tolist(), "std": std.tolist()})
         if kind in ("quantiles", "bounds"):
             low, high = (
-                (np.quantile(x, 0.01, axis=0), np.quantile(x, 0.99, axis=0)) if kind == "quantiles" else (x.min(0), x.max(0))
+                (np.quantile(x, 0.01, axis=0), np.quantile(x, 0.99, axis=0))
+                if kind == "quantiles"
+                else (x.min(0), x.max(0))
             )
             middle, half = (low + high) / 2, np.maximum((high - low) / 2, STD_FLOOR)
             keys = NORMALISATIONS[kind]
@@ -138,7 +144,8 @@ class Processing:
     looked at. ``image_size``: (height, width) of the model's input. ``state_dim`` and ``action_dim`` are the
     environment's; the model pads both with zeros. ``gripper`` is one of ``GRIPPERS`` and applies to action dimension
     ``gripper_index``; ``gripper_binary`` rounds it to -1 or 1 in environment units, which suits grippers that take a
-    command and not a width. ``prompt`` must contain ``{task}``.
+    command and not a width. ``prompt`` must contain ``{task}``. ``state_names`` and ``action_names``, where given, are
+    held against the environment's. The tokenizer lies beside the record, in its own file.
     """
 
     cameras: list[str]
@@ -152,6 +159,8 @@ class Processing:
     gripper_binary: bool = False
     prompt: str = "{task}\n"
     max_tokens: int = 48
+    state_names: list[str] = field(default_factory=list)
+    action_names: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.image_size = (int(self.image_size[0]), int(self.image_size[1]))
@@ -165,6 +174,33 @@ class Processing:
             raise ProcessingError(f"gripper_index is {self.gripper_index}, the action has {self.action_dim} dimensions")
         if "{task}" not in self.prompt:
             raise ProcessingError(f"prompt is {self.prompt!r}, expected it to contain {{task}}")
+        self.prompts: PromptTokenizer | None = None
+
+    def with_tokenizer(self, tokenizer: Tokenizer) -> Processing:
+        """The same record, able to read instructions."""
+        ready = replace(self)
+        ready.prompts = PromptTokenizer(tokenizer, self.prompt, self.max_tokens)
+        return ready
+
+    def check_env(self, spec: EnvSpec) -> None:
+        """Refuse an environment whose numbers are not those the policy was trained on."""
+        absent = [camera for camera in self.cameras if camera not in spec.cameras]
+        if absent:
+            raise ProcessingError(
+                f"the policy looks through cameras {self.cameras}, environment {spec.name!r} has "
+                f"{sorted(spec.cameras)}: missing {absent}; change the environment's cameras or the policy's `cameras`"
+            )
+        if len({tuple(spec.cameras[camera]) for camera in self.cameras}) != 1:
+            raise ProcessingError(f"the policy's cameras must share one resolution, {spec.name!r} has {spec.cameras}")
+        for what, dim, names, theirs in (
+            ("state", self.state_dim, self.state_names, spec.state_names),
+            ("action", self.action_dim, self.action_names, spec.action_names),
+        ):
+            if dim != len(theirs) or (names and names != list(theirs)):
+                raise ProcessingError(
+                    f"the policy was made for {dim} {what} dimensions {names or ''}, environment {spec.name!r} has "
+                    f"{len(theirs)}: {list(theirs)}; choose a checkpoint of this environment and its control mode"
+                )
 
     @classmethod
     def from_demos(
@@ -198,15 +234,18 @@ class Processing:
 
     # observations -> stored inputs
 
-    def stack(self, observations: Sequence[Observation]) -> dict[str, Tensor]:
-        """``pixels`` uint8 [B, cameras, H, W, 3] as the simulator gave them and ``state`` float32 [B, S], raw."""
+    def prepare(self, observations: Sequence[Observation]) -> dict[str, Tensor]:
+        """What is sent, stored and trained on: ``pixels`` uint8 [B, cameras, H, W, 3] as the simulator gave them,
+        ``state`` float32 [B, S], raw, ``input_ids`` and ``attention_mask`` int64 [B, max_tokens]."""
+        if self.prompts is None:
+            raise ProcessingError(f"no tokenizer: instructions cannot be read ({TOKENIZER_FILE} lies beside {FILE})")
         pixels, states = [], []
         for observation in observations:
             absent = [camera for camera in self.cameras if camera not in observation.images]
             if absent:
                 raise ProcessingError(
-                    f"the policy looks through cameras {self.cameras}, the environment gave {sorted(observation.images)}"
-                    f"; missing {absent}: rename or add the environment's cameras, or the policy's `cameras`"
+                    f"the policy looks through cameras {self.cameras}, the environment gave "
+                    f"{sorted(observation.images)}; missing {absent}"
                 )
             images = [observation.images[camera] for camera in self.cameras]
             if len({image.shape for image in images}) != 1:
@@ -218,9 +257,12 @@ class Processing:
                 )
             pixels.append(np.stack(images))
             states.append(observation.state)
+        ids, mask = self.prompts([observation.instruction for observation in observations])
         return {
             "pixels": torch.from_numpy(np.stack(pixels)),
             "state": torch.from_numpy(np.stack(states).astype(np.float32, copy=False)),
+            "input_ids": ids,
+            "attention_mask": mask,
         }
 
     # stored inputs -> model inputs
@@ -268,10 +310,12 @@ class Processing:
 
     def save(self, directory: Path) -> None:
         (directory / FILE).write_text(json.dumps(asdict(self), indent=1) + "\n")
+        if self.prompts is not None:
+            self.prompts.save(directory)
 
     @classmethod
     def load(cls, path: Path) -> Processing:
-        """Read ``processing.json``, given as the file or as its directory."""
+        """Read ``processing.json``, given as the file or as its directory, and the tokenizer if one lies beside it."""
         file = path / FILE if path.is_dir() else path
         if not file.is_file():
             raise ProcessingError(
@@ -282,11 +326,14 @@ class Processing:
             data = json.loads(file.read_text())
             data["state"] = Normalisation(**data["state"])
             data["action"] = Normalisation(**data["action"])
-            return cls(**data)
+            record = cls(**data)
         except ProcessingError as error:
             raise ProcessingError(f"{file}: {error}") from None
         except (json.JSONDecodeError, TypeError, KeyError) as error:
             raise ProcessingError(f"{file} is not a processing record: {type(error).__name__}: {error}") from None
+        return (
+            record.with_tokenizer(load_tokenizer(file.parent)) if (file.parent / TOKENIZER_FILE).is_file() else record
+        )
 
 
 def _gripper(name: str) -> tuple[float, float]:

@@ -29,7 +29,9 @@ class PromptTokenizer:
     def encode(self, instruction: str) -> tuple[Tensor, Tensor]:
         """Ids and mask, int64 [max_tokens] each. A prompt that does not fit is an error: half a task is another."""
         if instruction not in self._cache:
-            ids = self.tokenizer.encode(self.prompt.replace("{task}", instruction.removesuffix("\n")), add_special_tokens=False).ids
+            ids = self.tokenizer.encode(
+                self.prompt.replace("{task}", instruction.removesuffix("\n")), add_special_tokens=False
+            ).ids
             ids = [self.bos, *ids]
             if len(ids) > self.max_tokens:
                 raise ValueError(

@@ -1,4 +1,5 @@
-"""Finding policies by name: families from the entry-point group ``vla3.policies``, sizes from the presets.
+"""Finding policies by name: families from the entry-point group ``vla3.policies``, sizes from the presets, checkpoints
+from directories, from the package and from the hub.
 
 Importing this module imports no network: a family's module is loaded when one of its policies is asked for.
 """
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from vla3_plugin.policies.processing import Processing
 
 GROUP = "vla3.policies"
+EMBEDDED = Path(__file__).parents[1] / "weights"
 BUILT_IN = {"pi0": "vla3_plugin.policies.pi0:PI0Policy"}  # so that a source tree works without installation
 
 
@@ -41,43 +43,104 @@ def policy_class(family: str) -> type[VLAPolicy]:
     try:
         return getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"policy family {family!r} ({target}) does not load: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"policy family {family!r} ({target}) does not load: {type(error).__name__}: {error}"
+        ) from error
 
 
 def build_policy(preset: str, processing: Processing, **options: Any) -> VLAPolicy:
-    """A preset with fresh weights. ``options`` go to the family's ``build`` (``policy``, ``model``, ``seed``, ...)."""
+    """A preset with fresh weights. ``options`` go to the family's ``build`` (``seed``, ``model``, policy settings)."""
     if preset not in PRESETS:
         raise ValueError(_unknown("policy preset", preset, list(PRESETS)))
     return policy_class(PRESETS[preset].family).build(preset, processing, **options)  # type: ignore[attr-defined]
 
 
-def load_policy(path_or_preset: str | Path, **overrides: Any) -> VLAPolicy:
-    """A policy from a directory of ours, a published checkpoint (directory or hub id), or a preset.
+def load_policy(path_or_preset: str | Path, **options: Any) -> VLAPolicy:
+    """A policy from a checkpoint directory of ours, an embedded one's name, a published checkpoint (directory or hub
+    id), or a preset.
 
-    ``overrides``: ``policy`` (settings by name), ``dtype``, ``processing``, and what the family's ``load``,
-    ``from_checkpoint`` or ``build`` takes beside them. A preset needs ``processing``.
+    ``options``: ``dtype``, ``processing``, ``tokenizer`` and policy settings by name (``noise_level=0.3``); what a
+    family takes is documented at its ``load``, ``from_checkpoint`` and ``build``. A preset needs ``processing``.
 
     Raises:
-        ValueError: it is none of the three, or the checkpoint is damaged, incomplete or of another architecture.
+        ValueError: it is none of these, or the checkpoint is damaged, incomplete or of another architecture.
     """
-    name, path = str(path_or_preset), Path(path_or_preset)
+    name = str(path_or_preset)
+    if name in PRESETS and not Path(name).is_dir():
+        if "processing" not in options:
+            raise ValueError(
+                f"preset {name!r} has no weights and knows no environment: give `processing` (a processing.json), or a "
+                f"checkpoint: a directory, a hub id or an embedded one ({', '.join(embedded_names()) or 'none'})"
+            )
+        record = options.pop("processing")
+        return build_policy(name, _load_record(record), **options)
+    path = checkpoint_path(path_or_preset)
+    family = _config(path).get("family")
+    if family is not None:
+        return policy_class(family).load(path, **options)  # type: ignore[attr-defined]
+    kind = _config(path).get("model_type") or _config(path).get("type")
+    if kind is None:
+        raise ValueError(f"{path / 'config.json'} is missing or names no architecture: {path} is no checkpoint")
+    return policy_class(kind).from_checkpoint(path, **options)  # type: ignore[attr-defined]
+
+
+def policy_summary(path_or_preset: str | Path, **options: Any) -> dict[str, Any]:
+    """Sizes and settings of what ``load_policy`` would load, checked against the files' headers, without its memory."""
+    import torch
+
+    with torch.device("meta"):
+        return load_policy(path_or_preset, **options).describe()
+
+
+def load_processing(path_or_preset: str | Path, **options: Any) -> Processing:
+    """The record that ``load_policy`` with the same arguments would use, without the network."""
+    from vla3_plugin.policies.prompts import load_tokenizer, word_tokenizer
+
+    name = str(path_or_preset)
+    if name in PRESETS and not Path(name).is_dir():
+        record = _load_record(options["processing"])
+        if record.prompts is None and PRESETS[name].words:
+            record = record.with_tokenizer(word_tokenizer(PRESETS[name].words))
+    else:
+        path = checkpoint_path(path_or_preset)
+        record = _load_record(options.get("processing") or path)
+        if record.prompts is None and "tokenizer" not in options:
+            record = record.with_tokenizer(load_tokenizer(path))
+    if isinstance(tokenizer := options.get("tokenizer"), str | Path):
+        return record.with_tokenizer(load_tokenizer(Path(tokenizer)))
+    return record if tokenizer is None else record.with_tokenizer(tokenizer)
+
+
+def embedded_names() -> list[str]:
+    """Checkpoints that ship with the package."""
+    return sorted(path.parent.name for path in EMBEDDED.glob("*/config.json"))
+
+
+def checkpoint_path(name: str | Path) -> Path:
+    """The directory of a checkpoint given as a directory, an embedded one's name or a hub id (fetched).
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    path = Path(name)
     if path.is_dir():
-        family = _config(path).get("family")
-        if family is not None:
-            return policy_class(family).load(path, **overrides)  # type: ignore[attr-defined]
-        kind = _config(path).get("model_type") or _config(path).get("type")
-        if kind is None:
-            raise ValueError(f"{path / 'config.json'} is missing or names no architecture: {path} is no checkpoint")
-        return policy_class(kind).from_checkpoint(path, **overrides)  # type: ignore[attr-defined]
-    if name in PRESETS:
-        if "processing" not in overrides:
-            raise ValueError(f"preset {name!r} needs `processing`: cameras and normalisation statistics")
-        return build_policy(name, **overrides)
-    if name.count("/") == 1 and not path.is_absolute() and not name.startswith("."):
+        return path
+    if str(name) in embedded_names():
+        return EMBEDDED / str(name)
+    if str(name).count("/") == 1 and not str(name).startswith((".", "/")):
         from vla3_plugin.policies.hub import download
 
-        return load_policy(download(name), **overrides)
-    raise ValueError(_unknown("policy", name, list(PRESETS)) + "; a checkpoint directory or a hub id (owner/name) also works")
+        return download(str(name))
+    known = [*embedded_names(), *PRESETS]
+    raise ValueError(
+        _unknown("policy", str(name), known) + "; a checkpoint directory or a hub id (owner/name) also works"
+    )
+
+
+def _load_record(record: Processing | str | Path) -> Processing:
+    from vla3_plugin.policies.processing import Processing
+
+    return record if isinstance(record, Processing) else Processing.load(Path(record))
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -10,12 +10,12 @@ import io
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-WIDTH, HEIGHT = 4.6, 2.5  # inches at 72 points: the page scales them
+WIDTH, HEIGHT = 3.6, 2.1  # inches at 72 points: the page scales them
 MAX_POINTS = 400
 MAX_BARS = 100
 _INK, _MUTED, _GRID, _PAPER = "#010101", "#020202", "#030303", "#040404"
@@ -38,16 +38,17 @@ class Points:
 
 @dataclass
 class Line:
-    """A curve; NaN leaves a gap. ``low`` and ``high`` draw a band."""
+    """A curve; NaN leaves a gap."""
 
     label: str
     x: list[float]
     y: list[float]
-    low: list[float] = field(default_factory=list)
-    high: list[float] = field(default_factory=list)
 
 
-def bucket(x: Sequence[float], y: Sequence[float], most: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
+Values = Sequence[float] | np.ndarray
+
+
+def bucket(x: Values, y: Values, most: int = MAX_POINTS) -> tuple[np.ndarray, np.ndarray]:
     """At most ``most`` points: means over neighbours (NaN ignored; a bucket of NaN stays NaN)."""
     xs, ys = np.asarray(x, np.float64), np.asarray(y, np.float64)
     if len(xs) <= most:
@@ -58,7 +59,7 @@ def bucket(x: Sequence[float], y: Sequence[float], most: int = MAX_POINTS) -> tu
     return np.array([xs[a:b].mean() for a, b in pairs]), np.array(means)
 
 
-def trailing_mean(y: Sequence[float], window: int = 5) -> np.ndarray:
+def trailing_mean(y: Values, window: int = 5) -> np.ndarray:
     """Mean of the last ``window`` values at each point, NaN ignored: it never looks ahead."""
     ys = np.asarray(y, np.float64)
     parts = [ys[max(0, i + 1 - window) : i + 1] for i in range(len(ys))]
@@ -92,16 +93,13 @@ def line_chart(lines: Sequence[Line], x_label: str, key: str) -> str:
 
     def draw(ax: Any) -> None:
         for line, colour in zip(lines, SERIES, strict=False):
-            if line.low and line.high:
-                x, low = bucket(line.x, line.low)
-                ax.fill_between(x, low, bucket(line.x, line.high)[1], color=colour, alpha=0.14, lw=0)
             x, y = bucket(line.x, line.y)
             ax.plot(x, y, color=colour, lw=1.5, label=line.label, marker="o" if len(x) <= 30 else None, ms=2.6)
 
     return _svg(draw, x_label, key, legend=len(lines) > 1)
 
 
-def stacked_chart(x: Sequence[float], stages: dict[str, list[float]], x_label: str, key: str) -> str:
+def stacked_chart(x: Values, stages: dict[str, list[float]], x_label: str, key: str) -> str:
     """Stacked bars, one stack a step (a bucket of steps when there are many). Stages beyond the palette are merged."""
 
     def draw(ax: Any) -> None:
@@ -120,7 +118,7 @@ def stacked_chart(x: Sequence[float], stages: dict[str, list[float]], x_label: s
             bottom += height
         ax.yaxis.set_major_formatter(lambda v, _: f"{v:g} s")
 
-    return _svg(draw, x_label, key, legend=True, width=2 * WIDTH, height=1.15 * HEIGHT)
+    return _svg(draw, x_label, key, legend=True, width=2.6 * WIDTH, height=1.2 * HEIGHT)
 
 
 def interval_chart(rows: Sequence[tuple[str, float, float, float]]) -> str:
@@ -140,7 +138,7 @@ def interval_chart(rows: Sequence[tuple[str, float, float, float]]) -> str:
         ax.grid(axis="x", color=_GRID, lw=0.8)
         ax.spines["left"].set_visible(False)
 
-    return _svg(draw, "", "interval", height=0.45 + 0.32 * len(rows), x_numbers=False)
+    return _svg(draw, "", "interval", height=0.4 + 0.3 * len(rows), x_numbers=False)
 
 
 def _count(value: float, _: Any = None) -> str:
@@ -171,7 +169,7 @@ def _svg(
     from matplotlib.figure import Figure  # no pyplot: no global state, no window system
     from matplotlib.ticker import MaxNLocator, MultipleLocator
 
-    style = {
+    style: dict[Any, Any] = {
         "svg.fonttype": "none",
         "svg.hashsalt": key,
         "font.size": 9,
@@ -198,12 +196,12 @@ def _svg(
             ax.xaxis.set_major_locator(MultipleLocator(_time_step(high - low)))
             ax.xaxis.set_major_formatter(_duration)
         elif x_numbers:
-            ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+            ax.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
             ax.xaxis.set_major_formatter(_count)
         ax.set_xlabel(x_label, loc="right", fontsize=8.5)
         handles, labels = ax.get_legend_handles_labels()
         if legend and handles:
-            figure.legend(handles, labels, loc="outside upper left", ncols=4, handlelength=1.2, columnspacing=1.4)
+            figure.legend(handles, labels, loc="outside upper left", ncols=4, handlelength=1.2, columnspacing=1.2)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True)
     return _inline(buffer.getvalue(), key)
@@ -216,7 +214,7 @@ def _time_step(span: float) -> float:
 
 
 def _inline(text: str, key: str) -> str:
-    """SVG for the inside of an HTML page: no prolog, no metadata, no name spaces, no group ids, variables as colours."""
+    """SVG for the inside of an HTML page: no prolog, metadata, name spaces or group ids; variables as colours."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'\s*xmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href", "href")

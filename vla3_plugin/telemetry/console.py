@@ -97,9 +97,9 @@ def format_preflight(summary: Mapping[str, Any]) -> str:
 
     Args:
         summary: sections by title, each a mapping of label to value (or one value, or a list of lines). Three titles
-            are rendered specially: ``profile`` ``{"name", "why"}``; ``machine`` as from ``describe_machine``; ``memory``
-            as from ``placement.memory.estimate``, with ``available`` (bytes) and ``warning`` beside it. Every other
-            section and key is shown as it is, so callers may add their own.
+            are rendered specially: ``profile`` ``{"name", "why"}``; ``machine``, as from ``describe_machine``; and
+            ``memory``, as from ``placement.memory.estimate``, with ``available`` (bytes) and ``warning`` beside it.
+            Every other section and key is shown as it is, so callers may add their own.
     """
     columns = min(120, shutil.get_terminal_size((110, 24)).columns)
     lines: list[str] = []

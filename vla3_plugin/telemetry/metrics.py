@@ -191,10 +191,10 @@ class Evaluation:
 def before_after(evaluations: Sequence[Evaluation]) -> tuple[Evaluation, Evaluation] | None:
     """First and last evaluation of the noise-free policy (of the noisy one where there is no other) on one suite.
 
-    None without two evaluations to compare. With several suites, the one evaluated first.
+    None without two evaluations (with episodes) to compare. With several suites, the one evaluated first.
     """
     for mode in ("ode", "sde"):
-        found = [e for e in evaluations if e.mode == mode]
+        found = [e for e in evaluations if e.mode == mode and e.table.total[1]]
         found = [e for e in found if e.env == found[0].env]
         if len(found) >= 2:
             return found[0], found[-1]
