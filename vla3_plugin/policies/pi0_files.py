@@ -10,6 +10,7 @@ import copy
 import difflib
 import json
 import logging
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, fields
@@ -89,8 +90,26 @@ def build(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         built = _construct(cls, config, {**chosen.policy, **settings}, processing)
+        if chosen.sincos_positions:
+            positions = built.pi0.model.vlm.vision_tower.embeddings.position_embedding.weight
+            positions.data.copy_(sincos_positions(*positions.shape))
     built.preset = preset
     return built
+
+
+def sincos_positions(patches: int, width: int) -> Tensor:
+    """Sines and cosines of row and column, [patches, width]: where a patch is can be read before anything is learned.
+
+    A small network trained from nothing finds objects in about half the steps with these. Wavelengths run from two
+    patches to eight times the side; the amplitude is about that of the patch embeddings.
+    """
+    side, quarter = math.isqrt(patches), width // 4
+    place = (torch.arange(side) + 0.5) / side
+    frequency = torch.pi * torch.logspace(math.log10(0.25), math.log10(side), quarter)
+    angle = place[:, None] * frequency
+    axis = torch.cat([angle.sin(), angle.cos()], dim=1)
+    rows, columns = axis[:, None].expand(side, side, -1), axis[None].expand(side, side, -1)
+    return 0.7 * torch.cat([rows, columns], dim=2).reshape(patches, width)
 
 
 def _readable(processing: Processing, tokenizer: Tokenizer | str | Path) -> Processing:

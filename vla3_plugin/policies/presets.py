@@ -25,6 +25,7 @@ class Preset:
     """``model``: keyword arguments of transformers' config class; ``policy``: settings that differ from the defaults.
 
     ``words`` non-empty: the preset brings a word-level tokenizer of its own; empty: one must come with the checkpoint.
+    ``sincos_positions``: fresh image position embeddings start as 2-D sines and cosines and not as small noise.
     """
 
     family: str
@@ -34,13 +35,15 @@ class Preset:
     image_size: tuple[int, int] = (224, 224)
     max_tokens: int = 48
     words: tuple[str, ...] = ()
+    sincos_positions: bool = False
 
 
 def _pi0_model(
     *, width: int, mlp: int, expert: int, expert_mlp: int, depth: int, heads: int, head_dim: int, vocabulary: int,
-    vision: dict[str, Any], **sizes: Any,
+    vision: dict[str, Any], initializer_range: float = 0.02, **sizes: Any,
 ) -> dict[str, Any]:  # fmt: skip
     gemma = dict(
+        initializer_range=initializer_range,
         model_type="gemma",
         num_hidden_layers=depth,
         num_attention_heads=heads,
@@ -54,12 +57,14 @@ def _pi0_model(
     return dict(
         vlm_config=dict(
             model_type="paligemma",
+            initializer_range=initializer_range,
             text_config=dict(gemma, hidden_size=width, intermediate_size=mlp),
             vision_config=dict(model_type="siglip_vision_model", vision_use_head=False, **vision),
             projection_dim=width,
             image_token_id=vocabulary,
         ),
         dit_config=dict(gemma, hidden_size=expert, intermediate_size=expert_mlp),
+        initializer_range=initializer_range,
         **sizes,
     )
 
@@ -84,11 +89,13 @@ PRESETS: dict[str, Preset] = {
         model=_pi0_model(
             width=128, mlp=384, expert=128, expert_mlp=384, depth=4, heads=4, head_dim=32, vocabulary=256,
             vision=dict(
-                hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-                patch_size=8, image_size=64,
+                hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+                patch_size=16, image_size=64,
             ),
+            initializer_range=0.06,  # about 1/sqrt(width): 0.02 suits widths of thousands
             chunk_size=8, max_action_dim=7, num_inference_steps=4,
         ),
+        sincos_positions=True,
         policy=dict(executed=8, value_hidden=128),
         image_size=(64, 64),
         max_tokens=24,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vla3_plugin.policies.presets import PRESETS
+from vla3_plugin.resources import embedded_weights
 
 if TYPE_CHECKING:
     from vla3_plugin.policies.base import VLAPolicy

@@ -42,16 +42,16 @@ class VideoRequest:
 class EnvWorker:
     """``env``: name, processes, slots_per_process, python, timeout_s, options (see ``config.EnvConfig``)."""
 
-    def __init__(self, rank: int, env: dict[str, Any], policy_path: str, policy_worker: Any, seed: int) -> None:
+    def __init__(self, rank: int, env: dict[str, Any], policy: dict[str, Any], policy_worker: Any, seed: int) -> None:
         import transfer_queue as tq
 
         from vla3_plugin.envs.process import EnvProcess
         from vla3_plugin.envs.registry import env_target
-        from vla3_plugin.policies.registry import load_processing
+        from vla3_plugin.policies.prepare import check_env, load_preparer
 
         tq.init()
         self.policy_worker = policy_worker
-        self.processing = load_processing(policy_path)
+        self.preparer = load_preparer(policy["path"], **policy["options"])
         target = env_target(env["name"])
         self.envs = [
             EnvProcess(
@@ -64,7 +64,7 @@ class EnvWorker:
             )
             for i in range(env["processes"])
         ]
-        self.processing.check_env(self.envs[0].spec)
+        check_env(self.preparer.processing, self.envs[0].spec)
         self.interaction = LockstepInteraction(self.envs, self._prepare, self._act, seed)
         self.policy_s = 0.0
 
@@ -72,7 +72,7 @@ class EnvWorker:
         return self.envs[0].spec.to_json()
 
     def _prepare(self, observations: Sequence[Any]) -> Arrays:
-        return {name: tensor.numpy() for name, tensor in self.processing.prepare(observations).items()}
+        return {name: tensor.numpy() for name, tensor in self.preparer.prepare(observations).items()}
 
     def _act(self, inputs: Arrays, keys: Sequence[Any], mode: Mode) -> Arrays:
         start = time.perf_counter()
@@ -124,9 +124,11 @@ class InteractionManager:
         """verl's hook; ``llm_client`` is what ``VLA3Trainer.get_llm_client`` returned: the policy workers."""
         vla3 = OmegaConf.to_container(config.vla3, resolve=True)
         env = vla3["env"]
+        model = config.actor_rollout_ref.model
+        policy = {"path": model.path, "options": OmegaConf.to_container(model.options, resolve=True)}
         workers = [
-            EnvWorker.remote(rank, env, config.actor_rollout_ref.model.path, policy, vla3["seed"])
-            for rank, policy in ((r, llm_client[r % len(llm_client)]) for r in range(env["workers"]))
+            EnvWorker.remote(rank, env, policy, server, vla3["seed"])
+            for rank, server in ((r, llm_client[r % len(llm_client)]) for r in range(env["workers"]))
         ]
         return cls(workers, env["deadline_s"])
 

@@ -5,7 +5,7 @@ from typing import Any
 from vla3_plugin.config import VLA3Config
 from vla3_plugin.envs.registry import env_fault
 from vla3_plugin.placement import memory
-from vla3_plugin.policies.registry import policy_summary
+from vla3_plugin.policies.prepare import policy_summary
 from vla3_plugin.profile import has_gpu, requested_profile
 from vla3_plugin.telemetry.console import describe_machine, format_preflight
 
@@ -13,16 +13,16 @@ from vla3_plugin.telemetry.console import describe_machine, format_preflight
 def preflight(config: Any, vla3: VLA3Config) -> tuple[str, list[str]]:
     """(text for the user, faults): a fault stops the run."""
     faults = []
-    wrong = env_fault(vla3.env.name, vla3.env.options, vla3.env.python)
+    wrong = env_fault(vla3.env.name, vla3.env.python)
     if wrong:
-        faults.append(f"vla3.env: {wrong}")
+        faults.append(wrong)
     model = config.actor_rollout_ref.model
     policy: dict[str, Any] = {}
     try:
         policy = policy_summary(model.path, **model.options)
     except (ValueError, OSError) as error:
         faults.append(f"actor_rollout_ref.model.path: {error}")
-    estimate = _memory(config, vla3, policy) if policy else None
+    estimate = _memory(config, vla3, policy) if "parameters" in policy else None
     if estimate and estimate["host"] > estimate["available"]:
         faults.append(
             f"vla3.env.processes: {vla3.env.workers * vla3.env.processes} simulator processes: "

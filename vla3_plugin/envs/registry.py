@@ -1,0 +1,54 @@
+"""Finding simulators by name, from the entry-point group ``vla3.envs``; nothing is imported here."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from importlib.metadata import entry_points
+from typing import Any, Optional
+
+GROUP = "vla3.envs"
+BUILT_IN = {
+    "libero": "vla3_plugin.envs.libero:LiberoEnv",
+    "maniskill": "vla3_plugin.envs.maniskill:ManiSkillEnv",
+}
+_NEEDS = {"libero": ("libero", "pip install 'vla3-plugin[libero]'"), "maniskill": ("mani_skill", "pip install 'vla3-plugin[maniskill]'")}
+
+
+def env_names() -> list[str]:
+    """The simulators that can be named in ``vla3.env.name``, built-in and third-party."""
+    return sorted({*BUILT_IN, *(entry.name for entry in entry_points(group=GROUP))})
+
+
+def env_target(name: str) -> str:
+    """'module:Class' of a simulator; a name of that form stands for itself.
+
+    Raises:
+        ValueError: no such simulator; the message lists the known ones.
+    """
+    if ":" in name:
+        return name
+    found = {**{entry.name: entry.value for entry in entry_points(group=GROUP)}, **BUILT_IN}
+    if name not in found:
+        near = difflib.get_close_matches(name, found, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(f"vla3.env.name: {name!r} is not a simulator{hint}; known: {', '.join(sorted(found))}")
+    return found[name]
+
+
+def env_fault(name: str, python: Optional[str]) -> Optional[str]:
+    """Why the simulator cannot start, as far as that shows without starting it; None if nothing speaks against it."""
+    try:
+        env_target(name)
+    except ValueError as error:
+        return str(error)
+    if python is None and name in _NEEDS and importlib.util.find_spec(_NEEDS[name][0]) is None:
+        return f"vla3.env.name: {name!r} needs the package {_NEEDS[name][0]}: {_NEEDS[name][1]}"
+    return None
+
+
+def make_env(name: str, options: dict[str, Any], **settings: Any) -> Any:
+    """An ``EnvProcess`` of the named simulator."""
+    from vla3_plugin.envs.process import EnvProcess
+
+    return EnvProcess(env_target(name), options, **settings)

@@ -1,0 +1,102 @@
+"""How parent and child talk: small JSON frames over two pipes, arrays in a shared memory block.
+
+The block is an unnamed file whose descriptor the child inherits: whatever dies, and however, nothing is left behind.
+No pickle: the child may be another Python, and neither side runs what the other sends.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import select
+import struct
+import tempfile
+from typing import Any, Optional
+
+import numpy as np
+
+from vla3_plugin.contract import EnvSpec
+
+MAX_CHUNK = 64  # control steps of one chunk, and frames of one recorded chunk
+
+
+class Disconnected(Exception):
+    """The other side closed its end of the pipe."""
+
+
+def send(fd: int, message: dict[str, Any]) -> None:
+    data = json.dumps(message).encode()
+    view = memoryview(struct.pack("<I", len(data)) + data)
+    while view:
+        try:
+            view = view[os.write(fd, view) :]
+        except BrokenPipeError:
+            raise Disconnected() from None
+
+
+def receive(fd: int, timeout: Optional[float] = None) -> Optional[dict[str, Any]]:
+    """The next frame, or None after ``timeout`` seconds without one."""
+    if timeout is not None and not select.select([fd], [], [], max(0.0, timeout))[0]:
+        return None
+    size = struct.unpack("<I", _exactly(fd, 4))[0]
+    return json.loads(_exactly(fd, size))
+
+
+def _exactly(fd: int, size: int) -> bytes:
+    parts = []
+    while size:
+        part = os.read(fd, size)
+        if not part:
+            raise Disconnected()
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def unnamed_file() -> Any:
+    """A file with no name, in memory where the system has a place for that."""
+    directory = "/dev/shm" if os.path.isdir("/dev/shm") and os.access("/dev/shm", os.W_OK) else None
+    return tempfile.TemporaryFile(dir=directory)
+
+
+class Block:
+    """Arrays of every slot at fixed places of the shared file, laid out from the spec alone, the same on both sides."""
+
+    def __init__(self, fd: int, spec: EnvSpec, num_slots: int, create: bool) -> None:
+        layout: list[tuple[str, tuple[int, ...], str]] = []
+        first = next(iter(spec.cameras.values()), (1, 1))
+        for slot in range(num_slots):
+            for kind in ("observation", "final"):
+                for camera, (height, width) in spec.cameras.items():
+                    layout.append((f"{slot}.{kind}.{camera}", (height, width, 3), "uint8"))
+                layout.append((f"{slot}.{kind}.state", (spec.state_dim,), "float32"))
+            layout.append((f"{slot}.actions", (MAX_CHUNK, spec.action_dim), "float32"))
+            layout.append((f"{slot}.expert", (MAX_CHUNK, spec.action_dim), "float32"))
+            layout.append((f"{slot}.rewards", (MAX_CHUNK,), "float32"))
+            for flag in ("terminated", "truncated", "valid"):
+                layout.append((f"{slot}.{flag}", (MAX_CHUNK,), "bool"))
+            layout.append((f"{slot}.frames", (MAX_CHUNK, first[0], first[1], 3), "uint8"))
+        places, offset = [], 0
+        for name, shape, dtype in layout:
+            places.append((name, shape, dtype, offset))
+            size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+            offset += -(-size // 64) * 64
+        if create:
+            os.ftruncate(fd, offset)
+        self._map = mmap.mmap(fd, max(offset, 1))
+        self.bytes = offset
+        self.arrays = {
+            name: np.frombuffer(self._map, dtype=dtype, count=int(np.prod(shape)), offset=place).reshape(shape)
+            for name, shape, dtype, place in places
+        }
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.arrays[name]
+
+    def close(self) -> None:
+        self.arrays.clear()
+        try:
+            self._map.close()
+        except BufferError:
+            pass  # somebody still holds a view; the mapping goes with it
