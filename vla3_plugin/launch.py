@@ -108,6 +108,7 @@ def _derive(config: DictConfig, vla3: VLA3Config) -> None:
             if config.trainer.device == "cpu":
                 ray_init.num_gpus = needed.gpus
             ray_init.include_dashboard = False
+    OmegaConf.resolve(config)  # the resolvers of profile.py exist in this process alone
     os.environ.setdefault("TENSORBOARD_DIR", os.path.join(config.vla3.run_dir, "tensorboard"))
 
 
@@ -117,6 +118,11 @@ def _secure_local_cluster(config: DictConfig) -> None:
         return
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    # verl has imported ray already, and ray reads its configuration once, at import
+    from ray._raylet import AuthenticationTokenLoader, Config
+
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 if __name__ == "__main__":

@@ -184,10 +184,20 @@ def test_transformers_own_format_is_read(policy, tmp_path):
 
 
 def test_the_published_key_map_is_ours():
-    for version in ("5.10.2",):
-        mapping = json.loads((GOLDEN / f"key_map_lerobot_to_transformers_{version}.json").read_text())
-        assert {name: transformers_key(name) for name in mapping} == mapping
-        assert {name: transformers_key(f"model.{name}") for name in mapping} == mapping
+    mapping = json.loads((GOLDEN / "key_map_lerobot_to_transformers_5.10.2.json").read_text())
+    assert {name: transformers_key(name) for name in mapping} == mapping
+    assert {name: transformers_key(f"model.{name}") for name in mapping} == mapping
+    fine_tuned = json.loads((GOLDEN / "keys_lerobot_state_dict.json").read_text())
+    assert {transformers_key(name) for name in fine_tuned} == set(mapping.values())
+
+
+@pytest.mark.parametrize("case", ["t0", "tmix"])
+def test_transformers_whole_forward_gives_the_same_velocity(policy, inputs, outputs, case):
+    """Our two-part use (prefix once, expert many times) is the network's own forward, placeholders and all."""
+    given = load_file(GOLDEN / "hf_inputs.safetensors")
+    with torch.no_grad():
+        v = policy.pi0(state=inputs["state"], noise=inputs[f"v.{case}.x_t"], timestep=inputs[f"v.{case}.t"], **given)
+    torch.testing.assert_close(v.logits, outputs[f"v.{case}.v"], **CLOSE)
 
 
 def test_full_size_preset_has_exactly_the_published_tensors():

@@ -1,10 +1,13 @@
-"""The child's side: builds the environment and serves frames until the pipe closes. Needs numpy and the simulator."""
+"""The child's side: builds the environment and serves frames until the pipe closes. Needs numpy and the simulator.
+
+What the environment hands over is checked here, against its declaration and before it is copied into shared memory,
+where a wrong shape or type would no longer show.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import importlib
-import os
 import signal
 import sys
 import traceback
@@ -12,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from vla3_plugin.contract import ChunkResult, Episode, Observation
+from vla3_plugin.contract import ChunkResult, ContractError, EnvSpec, Episode, Observation
 from vla3_plugin.envs import wire
 
 
 def main(request_fd: int, reply_fd: int, memory_fd: int) -> None:
     _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides
     try:
         hello = wire.receive(request_fd)
         assert hello is not None
@@ -47,7 +51,7 @@ def main(request_fd: int, reply_fd: int, memory_fd: int) -> None:
 
 
 def _die_with_parent() -> None:
-    """Linux ends this process when the thread that started it ends; elsewhere the closed pipe does it a little later."""
+    """Linux ends this process with the thread that started it; elsewhere the closed pipe does, once the env returns."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
@@ -63,45 +67,58 @@ def _put(block: wire.Block, slot: int, kind: str, observation: Observation) -> s
     return observation.instruction
 
 
-def _put_result(block: wire.Block, slot: int, result: ChunkResult) -> dict[str, Any]:
-    steps = len(result.valid)
+def _put_results(
+    spec: EnvSpec, block: wire.Block, slots: list[int], length: int, results: list[ChunkResult]
+) -> list[dict[str, Any]]:
+    if len(results) != len(slots):
+        raise ContractError(f"{spec.name}: {len(results)} results for {len(slots)} slots")
+    return [_put_result(spec, block, slot, length, results[i]) for i, slot in enumerate(slots)]
+
+
+def _put_result(spec: EnvSpec, block: wire.Block, slot: int, length: int, result: ChunkResult) -> dict[str, Any]:
+    producer = f"{spec.name}, slot {slot}"
+    result.check(spec, producer)
+    if len(result.valid) != length:
+        raise ContractError(f"{producer}: {len(result.valid)} steps for a chunk of {length}")
     for name in ("rewards", "terminated", "truncated", "valid"):
-        block[f"{slot}.{name}"][:steps] = getattr(result, name)
-    final = result.final_observation
-    frames = 0 if result.frames is None else len(result.frames)
-    if frames:
-        block[f"{slot}.frames"][:frames] = result.frames
+        block[f"{slot}.{name}"][:length] = getattr(result, name)
+    frames, final = result.frames, result.final_observation
+    if frames is not None:
+        room = block[f"{slot}.frames"][: result.valid.sum()]
+        if frames.shape != room.shape or frames.dtype != room.dtype:
+            raise ContractError(
+                f"{producer}: frames are {frames.dtype} {list(frames.shape)}, expected {room.dtype} {list(room.shape)}"
+            )
+        room[...] = frames
     return {
-        "steps": steps,
+        "steps": length,
         "success": bool(result.success),
         "instruction": _put(block, slot, "observation", result.observation),
         "final": None if final is None else _put(block, slot, "final", final),
-        "frames": None if result.frames is None else frames,
+        "frames": None if frames is None else len(frames),
     }
 
 
 def _reset(env: Any, block: wire.Block, request: dict[str, Any]) -> dict[str, Any]:
-    observation = env.reset(request["slot"], Episode(**request["episode"]))
-    return {"ok": True, "instruction": _put(block, request["slot"], "observation", observation)}
+    slot = request["slot"]
+    observation = env.reset(slot, Episode(**request["episode"]))
+    observation.check(env.spec, f"{env.spec.name}, slot {slot}")
+    return {"ok": True, "instruction": _put(block, slot, "observation", observation)}
 
 
 def _chunk_step(env: Any, block: wire.Block, request: dict[str, Any]) -> dict[str, Any]:
     slots, length = request["slots"], request["length"]
     actions = np.stack([block[f"{slot}.actions"][:length] for slot in slots])
     results = env.chunk_step(slots, actions, record=request["record"])
-    return {"ok": True, "results": [_put_result(block, s, r) for s, r in zip(slots, results)]}
+    return {"ok": True, "results": _put_results(env.spec, block, slots, length, results)}
 
 
 def _expert_chunk(env: Any, block: wire.Block, request: dict[str, Any]) -> dict[str, Any]:
-    chunks = env.expert_chunk(request["slots"], request["length"], noise=request["noise"])
-    results = []
-    for slot, chunk in zip(request["slots"], chunks):
-        block[f"{slot}.expert"][: request["length"]] = chunk.actions
-        results.append(_put_result(block, slot, chunk.result))
-    return {"ok": True, "results": results}
+    slots, length = request["slots"], request["length"]
+    chunks = env.expert_chunk(slots, length, noise=request["noise"])
+    for i, slot in enumerate(slots):
+        block[f"{slot}.expert"][:length] = chunks[i].actions
+    return {"ok": True, "results": _put_results(env.spec, block, slots, length, [c.result for c in chunks])}
 
 
 _HANDLERS = {"reset": _reset, "chunk_step": _chunk_step, "expert_chunk": _expert_chunk}
-
-if __name__ == "__main__":
-    main(*(int(a) for a in os.environ["VLA3_ENV_FDS"].split(",")))

@@ -17,7 +17,7 @@ Conventions, so that nobody has to guess:
 
 from __future__ import annotations
 
-from typing import Any, Optional, Sequence
+from typing import Any, Callable, Optional, Sequence
 
 import numpy as np
 
@@ -172,35 +172,7 @@ class LiberoEnv:
         check_actions(actions, self.spec, f"{self.spec.name}: chunk_step")
         if len(actions) != len(slots):
             raise ValueError(f"{self.spec.name}: {len(actions)} action chunks for {len(slots)} slots")
-        if not slots:
-            return []
-        if not self._running:
-            raise RuntimeError(f"{self.spec.name}: chunk_step before reset, or after the episode ended")
-        length = actions.shape[1]
-        rewards = np.zeros(length, np.float32)
-        terminated, truncated, valid = (np.zeros(length, np.bool_) for _ in range(3))
-        frames = []
-        for i, action in enumerate(actions[0]):
-            rewards[i], terminated[i], truncated[i] = self._control_step(action)
-            valid[i] = True
-            if record and self._cameras:
-                frames.append(self._render(self._cameras[:1])[self._cameras[0]])
-            if terminated[i] or truncated[i]:
-                self._running = False
-                break
-        observation = self._observe()  # the only rendering of the chunk
-        return [
-            ChunkResult(
-                rewards=rewards,
-                terminated=terminated,
-                truncated=truncated,
-                valid=valid,
-                success=self._succeeded,
-                observation=observation,
-                final_observation=None if self._running else observation,
-                frames=np.stack(frames) if frames else None,
-            )
-        ]
+        return [self._execute(len(chunk), chunk.__getitem__, record) for chunk in actions]
 
     def close(self) -> None:
         self._drop_renderer()
@@ -208,15 +180,6 @@ class LiberoEnv:
             self._sim_env.close()  # frees the simulation; without it each change of task leaks about 1 GB
             self._sim_env = None
         self._task_id, self._running = None, False
-
-    # -- what a privileged expert may use ------------------------------------------------------------------------------
-
-    @property
-    def simulation(self) -> Any:
-        """robosuite's environment of the running episode (LIBERO's ``BDDLBaseDomain``)."""
-        if self._sim_env is None:
-            raise RuntimeError(f"{self.spec.name}: no episode was started")
-        return self._sim_env
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -241,6 +204,33 @@ class LiberoEnv:
         # The state is read from the simulation when a chunk ends; 37 observables a physics step would be for nothing.
         for observable in self._sim_env._observables.values():
             observable.set_enabled(False)
+
+    def _execute(self, length: int, act: Callable[[int], np.ndarray], record: bool) -> ChunkResult:
+        """Up to ``length`` control steps of ``act(step)`` [A], until the episode ends; one rendering at the end."""
+        if not self._running:
+            raise RuntimeError(f"{self.spec.name}: a chunk before the reset, or after the episode's end")
+        rewards = np.zeros(length, np.float32)
+        terminated, truncated, valid = (np.zeros(length, np.bool_) for _ in range(3))
+        frames = []
+        for i in range(length):
+            rewards[i], terminated[i], truncated[i] = self._control_step(act(i))
+            valid[i] = True
+            if record and self._cameras:
+                frames.append(self._render(self._cameras[:1])[self._cameras[0]])
+            if terminated[i] or truncated[i]:
+                self._running = False
+                break
+        observation = self._observe()
+        return ChunkResult(
+            rewards=rewards,
+            terminated=terminated,
+            truncated=truncated,
+            valid=valid,
+            success=self._succeeded,
+            observation=observation,
+            final_observation=None if self._running else observation,
+            frames=np.stack(frames) if frames else None,
+        )
 
     def _control_step(self, action: np.ndarray) -> tuple[float, bool, bool]:
         """One control step; returns reward, terminated, truncated."""

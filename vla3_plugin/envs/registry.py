@@ -12,7 +12,7 @@ BUILT_IN = {
     "libero": "vla3_plugin.envs.libero:LiberoEnv",
     "maniskill": "vla3_plugin.envs.maniskill:ManiSkillEnv",
 }
-_NEEDS = {"libero": ("libero", "pip install 'vla3-plugin[libero]'"), "maniskill": ("mani_skill", "pip install 'vla3-plugin[maniskill]'")}
+_NEEDS = {"libero": "libero", "maniskill": "mani_skill"}  # the module that the extra of the same name installs
 
 
 def env_names() -> list[str]:
@@ -42,8 +42,8 @@ def env_fault(name: str, python: Optional[str]) -> Optional[str]:
         env_target(name)
     except ValueError as error:
         return str(error)
-    if python is None and name in _NEEDS and importlib.util.find_spec(_NEEDS[name][0]) is None:
-        return f"vla3.env.name: {name!r} needs the package {_NEEDS[name][0]}: {_NEEDS[name][1]}"
+    if python is None and name in _NEEDS and importlib.util.find_spec(_NEEDS[name]) is None:
+        return f"vla3.env.name: {name!r} needs the module {_NEEDS[name]}: pip install 'vla3-plugin[{name}]'"
     return None
 
 

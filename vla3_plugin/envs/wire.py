@@ -12,7 +12,8 @@ import os
 import select
 import struct
 import tempfile
-from typing import Any, Optional
+import time
+from typing import IO, Any, Optional
 
 import numpy as np
 
@@ -36,16 +37,18 @@ def send(fd: int, message: dict[str, Any]) -> None:
 
 
 def receive(fd: int, timeout: Optional[float] = None) -> Optional[dict[str, Any]]:
-    """The next frame, or None after ``timeout`` seconds without one."""
-    if timeout is not None and not select.select([fd], [], [], max(0.0, timeout))[0]:
-        return None
-    size = struct.unpack("<I", _exactly(fd, 4))[0]
-    return json.loads(_exactly(fd, size))
+    """The next frame, or None where it has not arrived whole after ``timeout`` seconds."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    head = _exactly(fd, 4, deadline)
+    body = None if head is None else _exactly(fd, struct.unpack("<I", head)[0], deadline)
+    return None if body is None else json.loads(body)
 
 
-def _exactly(fd: int, size: int) -> bytes:
+def _exactly(fd: int, size: int, deadline: Optional[float]) -> Optional[bytes]:
     parts = []
     while size:
+        if deadline is not None and not _readable(fd, deadline):
+            return None
         part = os.read(fd, size)
         if not part:
             raise Disconnected()
@@ -54,10 +57,22 @@ def _exactly(fd: int, size: int) -> bytes:
     return b"".join(parts)
 
 
-def unnamed_file() -> Any:
-    """A file with no name, in memory where the system has a place for that."""
-    directory = "/dev/shm" if os.path.isdir("/dev/shm") and os.access("/dev/shm", os.W_OK) else None
-    return tempfile.TemporaryFile(dir=directory)
+def _readable(fd: int, deadline: float) -> bool:
+    """Wait for data or the other side's end. ``select`` would fail above 1024 open files."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
+
+
+def unnamed_file() -> IO[bytes]:
+    """A file with no name, in memory where the system has a place for that.
+
+    ``memfd`` first: it does not count against /dev/shm, which containers often limit to 64 MB.
+    """
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("vla3-env"), "w+b")
+    shm = "/dev/shm"
+    return tempfile.TemporaryFile(dir=shm if os.path.isdir(shm) and os.access(shm, os.W_OK) else None)
 
 
 class Block:

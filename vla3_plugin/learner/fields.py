@@ -9,6 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 INPUT, TRACE = "in.", "trace."
+SCALAR = ".scalar"  # marks a field that is [N] for the policy and [N, 1] in the store
 
 LOGPROB = "logprob"  # [N, C, D] behaviour policy, finest level
 VALUE = "value"  # [N, 1] or [N, C] behaviour policy
@@ -35,6 +36,8 @@ def policy_batch(data: TensorDict) -> dict[str, Tensor]:
     """What ``VLAPolicy.forward`` gets of a batch: inputs under their own names, traces under ``trace.*``."""
     batch = {}
     for key, value in data.items():
+        if key.endswith(SCALAR):
+            key, value = key.removesuffix(SCALAR), value.squeeze(-1)
         if key.startswith(INPUT):
             batch[key[len(INPUT) :]] = value
         elif key.startswith(TRACE):

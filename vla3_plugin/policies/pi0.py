@@ -9,7 +9,7 @@ Everything that needs gradients happens below ``PI0Policy.forward``, and every s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -293,8 +293,8 @@ class PI0Policy(VLAPolicy):
         x = noise.clone()
         x[:, :length] = t * noise[:, :length] + (1.0 - t) * target
         v = self.velocity(self._anchored(self.encode(batch)), x, time)
-        error = noise[:, :length] - target - v[:, :length]
-        return {"loss": error.square()[..., :dim]}
+        error = (noise - v)[:, :length, :dim] - target[..., :dim]
+        return {"loss": error.square()}
 
     def _anchored(self, prefix: Prefix) -> Prefix:
         """Let the gradient of every output pass through the prefix's last layer.
@@ -307,6 +307,16 @@ class PI0Policy(VLAPolicy):
         return prefix._replace(state=prefix.state + 0.0 * prefix.hidden.sum().float())
 
     # what verl's engine and peft ask of a model
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> PI0Policy:
+        """Let ``.to(bfloat16)`` change parameters only: rounded rotary frequencies would move every position."""
+        tables = [(module, name, table) for module in self.modules() for name, table in module._buffers.items()]
+        super()._apply(fn, recurse)
+        for module, name, table in tables:
+            now = module._buffers[name]
+            if table is not None and now is not None and now.dtype != table.dtype:
+                module._buffers[name] = table.to(now.device)
+        return self
 
     def can_generate(self) -> bool:
         return False

@@ -235,10 +235,16 @@ class Processing:
     # observations -> stored inputs
 
     def prepare(self, observations: Sequence[Observation]) -> dict[str, Tensor]:
-        """What is sent, stored and trained on: ``pixels`` uint8 [B, cameras, H, W, 3] as the simulator gave them,
-        ``state`` float32 [B, S], raw, ``input_ids`` and ``attention_mask`` int64 [B, max_tokens]."""
+        """What is sent, stored and trained on: ``stack`` and the prompts' ``input_ids`` and ``attention_mask``, int64
+        [B, max_tokens]."""
         if self.prompts is None:
             raise ProcessingError(f"no tokenizer: instructions cannot be read ({TOKENIZER_FILE} lies beside {FILE})")
+        inputs = self.stack(observations)
+        inputs["input_ids"], inputs["attention_mask"] = self.prompts([o.instruction for o in observations])
+        return inputs
+
+    def stack(self, observations: Sequence[Observation]) -> dict[str, Tensor]:
+        """``pixels`` uint8 [B, cameras, H, W, 3] as the simulator gave them and ``state`` float32 [B, S], raw."""
         pixels, states = [], []
         for observation in observations:
             absent = [camera for camera in self.cameras if camera not in observation.images]
@@ -257,12 +263,9 @@ class Processing:
                 )
             pixels.append(np.stack(images))
             states.append(observation.state)
-        ids, mask = self.prompts([observation.instruction for observation in observations])
         return {
             "pixels": torch.from_numpy(np.stack(pixels)),
             "state": torch.from_numpy(np.stack(states).astype(np.float32, copy=False)),
-            "input_ids": ids,
-            "attention_mask": mask,
         }
 
     # stored inputs -> model inputs

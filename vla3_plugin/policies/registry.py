@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vla3_plugin.policies.presets import PRESETS
-from vla3_plugin.resources import embedded_weights
+from vla3_plugin.resources import PACKAGE
 
 if TYPE_CHECKING:
     from vla3_plugin.policies.base import VLAPolicy
     from vla3_plugin.policies.processing import Processing
 
 GROUP = "vla3.policies"
-EMBEDDED = Path(__file__).parents[1] / "weights"
+EMBEDDED = PACKAGE / "weights"
 BUILT_IN = {"pi0": "vla3_plugin.policies.pi0:PI0Policy"}  # so that a source tree works without installation
 
 

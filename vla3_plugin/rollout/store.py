@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from vla3_plugin.contract import Trajectory
-from vla3_plugin.learner.fields import densify
+from vla3_plugin.learner.fields import SCALAR, densify
 
 PARTITION = "train"
 
@@ -23,8 +23,8 @@ def put_trajectory(trajectory: Trajectory) -> None:
     samples["group_id"] = torch.full((count, 1), episode.group_id)
     samples["chunk_index"] = torch.arange(count)[:, None]
     tags = [{"status": "success", "version": int(v)} for v in trajectory.samples["version"].reshape(count)]
-    # rows of at least one dimension: the queue unbinds a batch into rows
-    fields = {name: t[:, None] if t.dim() == 1 else t for name, t in samples.items()}
+    # the queue unbinds a batch into rows of at least one dimension
+    fields = {name if t.dim() > 1 else name + SCALAR: t if t.dim() > 1 else t[:, None] for name, t in samples.items()}
     tq.kv_batch_put(
         keys=trajectory.keys(), partition_id=PARTITION, fields=TensorDict(fields, batch_size=count), tags=tags
     )

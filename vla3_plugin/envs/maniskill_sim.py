@@ -1,0 +1,182 @@
+"""One ManiSkill simulation as ``ManiSkillEnv`` uses it: built with our cameras, stepped without drawing."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from dataclasses import dataclass
+from typing import Any, Sequence
+
+import numpy as np
+
+SCENERY = ("table-workspace", "ground")
+FACES_PER_MESH = 1000
+VULKAN = (
+    "ManiSkill renders with Vulkan and found no usable device. Without a GPU it needs Mesa's software Vulkan 24.3 or "
+    "newer; on Debian 12 from backports: apt-get install -y libvulkan1 && apt-get install -y -t bookworm-backports "
+    "mesa-vulkan-drivers"
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Defaults of a task: its instruction, control steps until truncation, view of ``base_camera``."""
+
+    instruction: str
+    max_steps: int
+    eye: tuple[float, float, float] = (0.45, 0.0, 0.5)
+    target: tuple[float, float, float] = (0.0, 0.0, 0.1)
+    fov: float = 0.7
+
+    @property
+    def view(self) -> dict[str, Any]:
+        return {"eye": self.eye, "target": self.target, "fov": self.fov}
+
+
+TASKS = {
+    "PickCube-v1": Task("pick up the cube and move it to the goal", 64),
+    "PushCube-v1": Task("push the cube forward into the goal region", 48, target=(0.06, 0.0, 0.05)),
+    "StackCube-v1": Task("put the red cube on the green cube", 96, fov=0.9),
+}
+
+
+class Simulation:
+    """``env`` is ManiSkill's ``BaseEnv`` of ``num_envs`` environments ("rows"), without gymnasium's wrappers."""
+
+    def __init__(
+        self,
+        num_envs: int,
+        task: str,
+        robot: str,
+        control_mode: str,
+        cameras: Sequence[str],
+        views: dict[str, dict[str, Any]],
+        size: int,
+        shader: str,
+        dense: bool,
+        light: bool,
+        gpu: bool,
+        render_backend: str,
+        privileged: bool,
+    ) -> None:
+        gymnasium, sapien = _import_maniskill()
+        if light:
+            _use_light_robot(robot)
+        self._cameras, self._privileged, self._gpu = list(cameras), privileged, gpu
+        try:
+            self.env: Any = gymnasium.make(
+                task,
+                num_envs=num_envs,
+                robot_uids=robot,
+                obs_mode="rgb",
+                control_mode=control_mode,
+                reward_mode="normalized_dense" if dense else "none",
+                sim_backend="physx_cuda" if gpu else "physx_cpu",
+                render_backend=render_backend,
+                sensor_configs=_sensors(views, size, shader),
+            ).unwrapped
+        except gymnasium.error.UnregisteredEnv as error:
+            from mani_skill.utils.registration import REGISTERED_ENVS
+
+            near = difflib.get_close_matches(task, REGISTERED_ENVS, 5, 0.4)
+            raise ValueError(f"env.task is {task!r}, not one of ManiSkill's tasks; near: {near}") from error
+        except EOFError as error:  # it asked on stdin whether to download them
+            raise RuntimeError(
+                f"{task} needs assets that are not on this machine; fetch them with: "
+                f"python -m mani_skill.utils.download_asset {task}"
+            ) from error
+        except RuntimeError as error:
+            if "physical device" in str(error) or "ulkan" in str(error):
+                raise RuntimeError(f"{VULKAN}. (ManiSkill said: {error})") from error
+            raise
+        known = sorted(self.env.scene.sensors)
+        if unknown := [c for c in self._cameras if c not in known]:
+            raise ValueError(f"env.cameras names {unknown}, {task} with {robot} has {known}")
+        # ``step`` and ``reset`` observe, and drawing is what costs: 2 ms a step without, 10 to 300 with. So drawing is
+        # taken out of them and done in ``capture``, once a chunk.
+        self._draw = self.env._get_obs_sensor_data
+        self.env._get_obs_sensor_data = types.MethodType(lambda *_, **__: {}, self.env)
+        self.env.get_sensor_params = dict
+        if light and not gpu and "ground" in self.env.scene.actors:
+            for entity in self.env.scene.actors["ground"]._objs:
+                entity.find_component_by_type(sapien.render.RenderBodyComponent).visibility = 0
+
+    def reset(self, row: int, seed: int) -> None:
+        """Draw a new initial state for one row; the others stay as they are."""
+        options = {}
+        if self._gpu:
+            import torch
+
+            options["env_idx"] = torch.tensor([row], device=self.env.device)
+        self.env.reset(seed=[seed % 2**32], options=options)
+
+    def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """One control step of all rows, ``actions`` float32 [rows, A]: success [rows], fail [rows], reward [rows]."""
+        _, reward, _, _, info = self.env.step(actions)
+        nothing = np.zeros(len(actions), np.bool_)
+        success, fail = (_numpy(info[n]) if n in info else nothing for n in ("success", "fail"))
+        return success, fail, _numpy(reward)
+
+    def capture(self, images: bool = True) -> dict[str, Any]:
+        """What ManiSkill shows now: ``state`` and ``images``, both name to array [rows, ...]."""
+        observed = self.env.get_obs(unflattened=True)
+        state = {"qpos": _numpy(observed["agent"]["qpos"])}
+        state |= {name: _numpy(value) for name, value in observed["extra"].items()}
+        if self._privileged:
+            things = {name: a for name, a in self.env.scene.actors.items() if name not in SCENERY}
+            state |= {f"{name}_pose": _numpy(actor.pose.raw_pose) for name, actor in things.items()}
+        if not images or not self._cameras:
+            return {"state": state, "images": {}}
+        for sensor in [s for s in self.env.scene.sensors if s not in self._cameras]:
+            del self.env.scene.sensors[sensor]  # would be drawn for nothing
+        drawn = self._draw()
+        return {"state": state, "images": {c: _numpy(drawn[c]["rgb"]).astype(np.uint8) for c in self._cameras}}
+
+
+def cuda_found() -> bool:
+    try:
+        import torch
+
+        return bool(torch.cuda.is_available())
+    except ImportError:  # ManiSkill's import says what is missing
+        return False
+
+
+def _import_maniskill() -> tuple[Any, Any]:
+    try:
+        import gymnasium
+        import mani_skill.envs  # noqa: F401  registers the tasks
+        import sapien
+    except ImportError as error:
+        raise ImportError(f"{error}; ManiSkill is installed with: pip install 'vla3-plugin[maniskill]'") from error
+    return gymnasium, sapien
+
+
+def _sensors(views: dict[str, dict[str, Any]], size: int, shader: str) -> dict[str, Any]:
+    import sapien
+    from mani_skill.utils.sapien_utils import look_at
+
+    sensors: dict[str, Any] = {"width": size, "height": size, "shader_pack": shader}
+    for camera, view in views.items():
+        pose = look_at(eye=list(view["eye"]), target=list(view["target"])).raw_pose[0].cpu().numpy()
+        sensors[camera] = {"pose": sapien.Pose(pose[:3], pose[3:]), "fov": float(view["fov"])}
+    return sensors
+
+
+def _use_light_robot(uid: str) -> None:
+    """Let ManiSkill build robot ``uid`` with light meshes. The id stays, since scenes place robots by it."""
+    from mani_skill.agents.registration import REGISTERED_AGENTS
+
+    from vla3_plugin.envs.maniskill_meshes import light_urdf
+
+    entry = REGISTERED_AGENTS.get(uid)
+    if entry is None:
+        raise ValueError(f"env.robot is {uid!r}, ManiSkill has {sorted(REGISTERED_AGENTS)}")
+    stock = entry.agent_cls
+    if stock.urdf_path and not getattr(stock, "vla3_light", False):
+        path = light_urdf(stock.urdf_path, FACES_PER_MESH)
+        entry.agent_cls = type(stock.__name__, (stock,), {"urdf_path": path, "vla3_light": True})
+
+
+def _numpy(value: Any) -> np.ndarray:
+    return value.cpu().numpy() if hasattr(value, "cpu") else np.asarray(value)
