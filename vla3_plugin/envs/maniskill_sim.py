@@ -36,7 +36,7 @@ class Task:
 TASKS = {
     "PickCube-v1": Task("pick up the cube and move it to the goal", 64),
     "PushCube-v1": Task("push the cube forward into the goal region", 48, target=(0.06, 0.0, 0.05)),
-    "StackCube-v1": Task("put the red cube on the green cube", 96, fov=0.9),
+    "StackCube-v1": Task("put the red cube on the green cube", 96, fov=1.05),
 }
 
 
