@@ -1,7 +1,7 @@
 """The typed config tree under the key ``vla3``, validated once, before any Ray process starts.
 
-verl's own keys stay verl's (optimizer, micro-batch, engine, loggers); recipes tie the few that must agree. Algorithm keys
-keep the names that users of RLinf know.
+verl's own keys stay verl's (optimizer, micro-batch, engine, loggers); recipes tie the few that must agree. Algorithm
+keys keep the names that users of RLinf know.
 """
 
 import dataclasses
@@ -189,11 +189,11 @@ def _algorithm_faults(algorithm: AlgorithmConfig) -> list[str]:
         faults.append(f"vla3.algorithm.{error}")
     if algorithm.adv_type == "grpo" and algorithm.group_size < 2:
         faults.append(
-            f"vla3.algorithm.group_size: {algorithm.group_size}, expected at least 2 with adv_type grpo: a group of one "
-            "has no spread to compare with; set group_size=8"
+            f"vla3.algorithm.group_size: {algorithm.group_size}, expected at least 2 with adv_type grpo: a group of "
+            "one has no spread to compare with; set group_size=8"
         )
     if algorithm.adv_type == "grpo" and algorithm.loss_type == "actor_critic":
-        faults.append("vla3.algorithm.loss_type: 'actor_critic' with adv_type grpo, expected 'actor': GRPO has no critic")
+        faults.append("vla3.algorithm.loss_type: 'actor_critic' with adv_type grpo, expected 'actor': it has no critic")
     if algorithm.adv_type == "gae" and algorithm.loss_type == "actor":
         faults.append("vla3.algorithm.loss_type: 'actor' with adv_type gae, expected 'actor_critic': GAE needs values")
     if algorithm.filter_rewards and algorithm.rewards_lower_bound > algorithm.rewards_upper_bound:

@@ -18,7 +18,7 @@ class ContractError(ValueError):
 
 def _check(producer: str, name: str, value: Any, dtype: Any, shape: tuple[Optional[int], ...]) -> None:
     if not isinstance(value, np.ndarray):
-        raise ContractError(f"{producer}: {name} is {type(value).__name__}, expected a numpy array of {np.dtype(dtype)}")
+        raise ContractError(f"{producer}: {name} is {type(value).__name__}, expected a numpy array, {np.dtype(dtype)}")
     if value.dtype != np.dtype(dtype):
         raise ContractError(f"{producer}: {name} has dtype {value.dtype}, expected {np.dtype(dtype)}")
     if len(value.shape) != len(shape) or any(e is not None and e != g for e, g in zip(shape, value.shape)):

@@ -24,8 +24,8 @@ class _Serve(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname, path=None, target=None):
         if fullname != self.name:
             return None
-        origin = importlib.util.find_spec(self.source).origin
-        return importlib.util.spec_from_file_location(fullname, origin)
+        source = importlib.util.find_spec(self.source)
+        return source and importlib.util.spec_from_file_location(fullname, source.origin)
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
@@ -50,7 +50,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
             execute(module)
             self.action(module)
 
-        spec.loader.exec_module = exec_module
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
@@ -68,7 +68,10 @@ def _when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
 
 def after_import(name: str, then: str) -> None:
     """Import module ``then`` once ``name`` has been imported (at once if it already is)."""
-    _when_imported(name, lambda _module: importlib.import_module(then))
+    def load(_module: ModuleType) -> None:
+        importlib.import_module(then)
+
+    _when_imported(name, load)
 
 
 @dataclass

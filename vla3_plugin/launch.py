@@ -119,10 +119,10 @@ def _secure_local_cluster(config: DictConfig) -> None:
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     # verl has imported ray already, and ray reads its configuration once, at import
-    from ray._raylet import AuthenticationTokenLoader, Config
+    import ray
 
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
+    ray._raylet.Config.initialize("")  # type: ignore[attr-defined]
+    ray._raylet.AuthenticationTokenLoader.instance().reset_cache()  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ Recipes appear as the group ``recipe`` and the config groups under ``vla3/``, so
 import os
 
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra.core.config_store import ConfigStore
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
 from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
@@ -17,7 +17,7 @@ from vla3_plugin.resources import resource_dir
 
 
 class Vla3ConfigSource(FileConfigSource):
-    """Serves ``recipe/X`` from ``recipes/X.yaml`` and ``vla3/G/X`` from ``configs/G/X.yaml``, wherever these lie, and our
+    """Serves ``recipe/X`` from ``recipes/X.yaml``, ``vla3/G/X`` from ``configs/G/X.yaml`` wherever these lie, and our
     own choice for verl's group ``model``.
 
     A scheme of its own, because the two directories have other names than their groups and move with the install form.

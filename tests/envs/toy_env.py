@@ -1,17 +1,18 @@
 """A small environment for tests: numpy alone, Python 3.9 and newer, a millisecond an episode.
 
-A hand in the plane [-1, 1] x [-1, 1] is to press on one of two dots; task 0 wants the red one, task 1 the blue one. The
-image shows both dots and the hand (white), +x right and +y up. Only the hand's position is in the state, so a policy has
-to look. ``tests/envs`` must be on the path: ``EnvProcess("toy_env:ToyEnv", paths=[".../tests/envs"])``.
+A hand in the plane [-1, 1] x [-1, 1] is to press on one of two dots; task 0 wants the red one, task 1 the blue one.
+The image shows both dots and the hand (white), +x right and +y up. Only the hand's position is in the state, so a
+policy has to look. ``tests/envs`` must be on the path: ``EnvProcess("toy_env:ToyEnv", paths=[".../tests/envs"])``.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import signal
 import sys
 import time
-from typing import Optional
 
 import numpy as np
 
@@ -50,7 +51,7 @@ class ToyEnv:
             num_init_states=init_states,
             instructions=[f"press on the {name} dot" for name in COLOURS],
         )
-        self._slots: list[Optional[_Slot]] = [None] * num_slots
+        self._slots: list[_Slot | None] = [None] * num_slots
 
     def reset(self, slot: int, episode: Episode) -> Observation:
         if not 0 <= slot < self.num_slots:
@@ -199,6 +200,21 @@ class FaultyEnv(ToyEnv):
             raise RuntimeError("the physics diverged")
         if self._fault == "sys.exit":
             sys.exit("giving up")
+        if self._fault == "ask":
+            input("download it? ")
+        if self._fault == "chatter":
+            print("x" * (1 << 20), flush=True)
+            self._at += 1
+
+
+class BareEnv(ToyEnv):
+    """Says in its name what the interpreter it runs in has."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**options)  # type: ignore[arg-type]
+        found = {name: importlib.util.find_spec(name) is not None for name in ("torch", "ray", "verl")}
+        about = {"python": list(sys.version_info[:2]), "prefix": sys.prefix, "numpy": np.__version__, **found}
+        self.spec.name = json.dumps(about)
 
 
 class UnseededEnv(ToyEnv):

@@ -63,7 +63,7 @@ def check_spec(spec: EnvSpec) -> None:
     for what, bound in (("action_low", spec.action_low), ("action_high", spec.action_high)):
         fits = len(bound) == spec.action_dim and bool(np.isfinite(bound).all())
         _require(fits, f"spec.{what} is {bound}, expected {spec.action_dim} finite numbers")
-    wrong = [n for n, low, high in zip(spec.action_names, spec.action_low, spec.action_high) if not low < high]  # noqa: B905
+    wrong = [n for n, low, high in zip(spec.action_names, spec.action_low, spec.action_high) if not low < high]
     _require(not wrong, f"spec.action_low is not below spec.action_high for {wrong}")
     for what in ("max_steps", "num_tasks"):
         _require(getattr(spec, what) >= 1, f"spec.{what} is {getattr(spec, what)}, expected at least 1")
@@ -103,8 +103,8 @@ class _Checker:
         again = self._reset(0, self.episode)
         _require(
             _same(first, again),
-            f"reset: the same episode, started again, differs: {_difference(first, again)}; the task, the initial state "
-            "and the seed must decide everything",
+            f"reset: the same episode, started again, differs: {_difference(first, again)}; the task, the initial "
+            "state and the seed must decide everything",
         )
         other = [replace(self.episode, seed=self.episode.seed + 1 + i) for i in range(3)]
         if self.spec.num_init_states > 1:
@@ -176,8 +176,8 @@ class _Checker:
             shape = (count, *size, 3)
             _require(
                 filmed.frames.shape == shape and filmed.frames.dtype == np.uint8,
-                f"chunk_step: frames are {filmed.frames.dtype} {list(filmed.frames.shape)}, expected uint8 {list(shape)}: one "
-                f"image of {camera} for each valid step",
+                f"chunk_step: frames are {filmed.frames.dtype} {list(filmed.frames.shape)}, expected uint8 "
+                f"{list(shape)}: one image of {camera} for each valid step",
             )
 
     def actions_matter(self) -> None:

@@ -7,7 +7,7 @@ it corrects disturbed actions, and it plans anew when it loses the object. It ne
 from __future__ import annotations
 
 import copy
-from typing import Any, Iterator, Optional
+from typing import Any, Iterator
 
 import numpy as np
 

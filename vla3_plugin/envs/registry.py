@@ -7,6 +7,8 @@ import importlib.util
 from importlib.metadata import entry_points
 from typing import Any, Optional
 
+from vla3_plugin.envs.process import EnvProcess
+
 GROUP = "vla3.envs"
 BUILT_IN = {
     "libero": "vla3_plugin.envs.libero:LiberoEnv",
@@ -47,8 +49,6 @@ def env_fault(name: str, python: Optional[str]) -> Optional[str]:
     return None
 
 
-def make_env(name: str, options: dict[str, Any], **settings: Any) -> Any:
-    """An ``EnvProcess`` of the named simulator."""
-    from vla3_plugin.envs.process import EnvProcess
-
-    return EnvProcess(env_target(name), options, **settings)
+def make_env(env: str, options: dict[str, Any], **settings: Any) -> EnvProcess:
+    """The named simulator in a process of its own; ``settings`` go to ``EnvProcess``."""
+    return EnvProcess(env_target(env), options, **settings)

@@ -1,7 +1,7 @@
 """Behaviour cloning of a policy from demonstrations, on the engine that RL uses.
 
-The loss is the family's own (flow matching for pi0); normalisation statistics come from the demonstrations and are saved
-with the policy. One process; ``torchrun`` starts several ranks of the same program.
+The loss is the family's own (flow matching for pi0); normalisation statistics come from the demonstrations and are
+saved with the policy. One process; ``torchrun`` starts several ranks of the same program.
 """
 
 import json
@@ -38,6 +38,7 @@ class SFTConfig:
     seed: int = 0
     threads: int = 2
     minutes: float | None = None  # stop early, where the schedule stands
+    store_dtype: str = "float32"  # of the weights on disk; float16 halves a policy that is shipped
 
 
 class DemoError(ValueError):
@@ -133,7 +134,8 @@ def train(demos: list[Path], out: Path, config: SFTConfig) -> dict[str, Any]:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29511")
         rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        torch.distributed.init_process_group("gloo" if not torch.cuda.is_available() else None, rank=rank, world_size=world)
+        backend = None if torch.cuda.is_available() else "gloo"
+        torch.distributed.init_process_group(backend, rank=rank, world_size=world)
     with tempfile.TemporaryDirectory() as scratch:
         policy.save(Path(scratch))
         engine = _engine(Path(scratch), config)
@@ -174,11 +176,15 @@ def train(demos: list[Path], out: Path, config: SFTConfig) -> dict[str, Any]:
     if rank == 0:
         temporary = out.with_name(out.name + ".tmp")
         shutil.rmtree(temporary, ignore_errors=True)
-        engine.policy.save(temporary, state)
+        engine.policy.save(temporary, {n: _stored(t, config.store_dtype) for n, t in state.items()})
         (temporary / "sft.json").write_text(json.dumps(record, indent=1))
         shutil.rmtree(out, ignore_errors=True)
         temporary.rename(out)
     return record
+
+
+def _stored(tensor: Tensor, dtype: str) -> Tensor:
+    return tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
 
 
 def _inputs(policy: Any, data: dict[str, np.ndarray], cameras: list[str]) -> dict[str, Tensor]:

@@ -3,7 +3,6 @@
 Everything about sharding, mixed precision, offload, optimizer, clipping and sharded checkpoints stays verl's.
 """
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from vla3_plugin.learner.model_config import ModelCard
 class VLAFSDPEngine(FSDPEngine):
     """One rank of the learner. FSDP2 runs everywhere; FSDP1 needs parameters on an accelerator."""
 
-    def _build_module(self) -> nn.Module:
+    def _build_module(self) -> Any:
         from vla3_plugin.policies.registry import load_policy
 
         torch.set_num_threads(self.model_config.cpu_threads)
@@ -70,7 +69,7 @@ class VLAFSDPEngine(FSDPEngine):
         return build_optimizer([g for g in groups if g["params"]], self.optimizer_config)
 
     def forward_backward_batch(
-        self, data: TensorDict, loss_function: Callable | None, forward_only: bool = False
+        self, data: TensorDict, loss_function: Any, forward_only: bool = False
     ) -> dict[str, Any]:
         """Micro-batches of any size, the last one shorter: losses are sums, divided once by the global counts."""
         data = fields.densify(data)
@@ -98,7 +97,7 @@ class VLAFSDPEngine(FSDPEngine):
         return {f"{name}_count": max(count, 1.0) for name, count in zip(names, counts.tolist(), strict=True)}
 
     def forward_step(
-        self, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool
+        self, micro_batch: TensorDict, loss_function: Any, forward_only: bool
     ) -> tuple[Tensor, dict[str, Any]]:
         micro_batch = micro_batch.to(get_device_id())
         task = tu.get_non_tensor_data(micro_batch, "task", "evaluate")

@@ -1,7 +1,7 @@
 """The loss of one micro-batch: policy, value, KL and entropy terms as sums over the global batch's counts.
 
-Pickled once to the learner's ranks; every term is divided by a count over the whole mini-batch and all ranks, so neither
-micro-batches of unequal size nor ranks with unequal numbers of valid steps change the gradient.
+Pickled once to the learner's ranks; every term is divided by a count over the whole mini-batch and all ranks, so
+neither micro-batches of unequal size nor ranks with unequal numbers of valid steps change the gradient.
 """
 
 from collections.abc import Callable

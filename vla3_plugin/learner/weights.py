@@ -25,6 +25,10 @@ class WeightError(RuntimeError):
     """A publication that is not what its manifest says."""
 
 
+def _checksum(buffer: Tensor) -> int:
+    return zlib.crc32(buffer.numpy().data)
+
+
 def pack(weights: Generator[tuple[str, Tensor], None, None], version: int) -> tuple[dict[str, Any], Tensor]:
     """One contiguous byte buffer and the manifest that describes and verifies it."""
     entries, parts, offset = [], [], 0
@@ -39,7 +43,7 @@ def pack(weights: Generator[tuple[str, Tensor], None, None], version: int) -> tu
         "version": version,
         "count": len(entries),
         "bytes": buffer.numel(),
-        "crc32": zlib.crc32(memoryview(buffer.numpy())),
+        "crc32": _checksum(buffer),
         "entries": entries,
     }
     return manifest, buffer
@@ -58,9 +62,10 @@ def unpack(manifest: dict[str, Any], buffer: Tensor, expected_version: int | Non
             f"version {manifest['version']}: {len(manifest['entries'])} tensors in {buffer.numel()} bytes arrived, "
             f"the manifest says {manifest['count']} in {manifest['bytes']}"
         )
-    checksum = zlib.crc32(memoryview(buffer.numpy()))
+    checksum = _checksum(buffer)
     if checksum != manifest["crc32"]:
-        raise WeightError(f"version {manifest['version']}: checksum {checksum:#010x}, published {manifest['crc32']:#010x}")
+        published = manifest["crc32"]
+        raise WeightError(f"version {manifest['version']}: checksum {checksum:#010x}, published {published:#010x}")
     tensors = []
     for name, shape, dtype, offset in manifest["entries"]:
         kind = getattr(torch, dtype)
@@ -77,6 +82,7 @@ class GlooCheckpointEngine(CheckpointEngine):
     def __init__(self, bucket_size: int, is_master: bool = False, **_: Any) -> None:
         self.is_master = is_master
         self.group: Any = None
+        self.store: Any = None
 
     def prepare(self) -> dict[str, Any]:
         if not self.is_master:

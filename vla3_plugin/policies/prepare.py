@@ -54,7 +54,7 @@ def check_env(processing: Processing, spec: EnvSpec) -> None:
         faults.append(f"actions have {spec.action_dim} dimensions, the policy was trained on {processing.action_dim}")
     if faults:
         raise ProcessingError(
-            f"the policy does not fit environment {spec.name}: " + "; ".join(faults) + ". Choose a policy trained on it "
+            f"the policy does not fit environment {spec.name}: " + "; ".join(faults) + ". Choose one trained on it "
             "(actor_rollout_ref.model.path)"
         )
 

@@ -38,24 +38,21 @@ class VideoRequest:
     episodes: list[int]
 
 
-@ray.remote(num_cpus=0)
 class EnvWorker:
     """``env``: name, processes, slots_per_process, python, timeout_s, options (see ``config.EnvConfig``)."""
 
     def __init__(self, rank: int, env: dict[str, Any], policy: dict[str, Any], policy_worker: Any, seed: int) -> None:
         import transfer_queue as tq
 
-        from vla3_plugin.envs.process import EnvProcess
-        from vla3_plugin.envs.registry import env_target
+        from vla3_plugin.envs.registry import make_env
         from vla3_plugin.policies.prepare import check_env, load_preparer
 
         tq.init()
         self.policy_worker = policy_worker
         self.preparer = load_preparer(policy["path"], **policy["options"])
-        target = env_target(env["name"])
         self.envs = [
-            EnvProcess(
-                target,
+            make_env(
+                env["name"],
                 env["options"],
                 num_slots=env["slots_per_process"],
                 python=env["python"],
@@ -122,12 +119,13 @@ class InteractionManager:
     @classmethod
     def create(cls, config: Any, llm_client: list[Any], **_: Any) -> "InteractionManager":
         """verl's hook; ``llm_client`` is what ``VLA3Trainer.get_llm_client`` returned: the policy workers."""
-        vla3 = OmegaConf.to_container(config.vla3, resolve=True)
+        vla3: Any = OmegaConf.to_container(config.vla3, resolve=True)
         env = vla3["env"]
         model = config.actor_rollout_ref.model
         policy = {"path": model.path, "options": OmegaConf.to_container(model.options, resolve=True)}
+        remote: Any = ray.remote(num_cpus=0)(EnvWorker)
         workers = [
-            EnvWorker.remote(rank, env, policy, server, vla3["seed"])
+            remote.remote(rank, env, policy, server, vla3["seed"])
             for rank, server in ((r, llm_client[r % len(llm_client)]) for r in range(env["workers"]))
         ]
         return cls(workers, env["deadline_s"])

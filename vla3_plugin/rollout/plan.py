@@ -1,7 +1,7 @@
 """The episode plan: which episode comes next, as a pure function of its index.
 
-Episodes are assigned, not drawn inside workers, so a set of episodes is the same whatever the number of workers, nothing
-is skipped or repeated, and a cursor (one integer) is all that resuming needs.
+Episodes are assigned, not drawn inside workers, so a set of episodes is the same whatever the number of workers,
+nothing is skipped or repeated, and a cursor (one integer) is all that resuming needs.
 """
 
 from collections.abc import Sequence

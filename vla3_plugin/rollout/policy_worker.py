@@ -22,6 +22,7 @@ from verl.workers.rollout.utils import ensure_async_iterator
 from vla3_plugin.learner import weights as _weights  # noqa: F401  registers the CPU weight plane in this process
 from vla3_plugin.learner.weights import WeightError
 from vla3_plugin.policies.base import NoiseKey
+from vla3_plugin.policies.serve import ServedPolicy
 
 NAME = "vla3"
 
@@ -35,9 +36,8 @@ class PolicyServer(BaseRollout):
         super().__init__(config, model_config, device_mesh)
         self.replica_rank, self.is_leader_rank = replica_rank, True
         self.lane = ThreadPoolExecutor(max_workers=1, thread_name_prefix="inference")
-        self.policy = load_policy(model_config.path, **model_config.options).eval()
-        self.policy.to(get_device_id())
-        self.version = -1
+        policy = load_policy(model_config.path, **model_config.options)
+        self.served = ServedPolicy(policy, get_device_id(), name=f"policy worker {replica_rank}")
 
     async def resume(self, tags: list[str]) -> None:
         """The replica keeps its memory: nothing to resume."""
@@ -52,38 +52,20 @@ class PolicyServer(BaseRollout):
             WeightError: names or shapes differ from the policy's; the old version stays in place.
         """
         state = {name: tensor async for name, tensor in ensure_async_iterator(weights)}
-        expected = self.policy.state_dict()
+        expected = self.served.policy.state_dict()
         missing, unexpected = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
         shapes = [n for n in state if n in expected and state[n].shape != expected[n].shape]
         if missing or unexpected or shapes:
             raise WeightError(
                 f"version {global_steps} does not fit this replica's policy: missing {missing[:5]}, unexpected "
-                f"{unexpected[:5]}, other shapes {shapes[:5]}; version {self.version} stays in place"
+                f"{unexpected[:5]}, other shapes {shapes[:5]}; version {self.served.version} stays in place"
             )
 
         def swap() -> None:
-            self.policy.load_state_dict(state)
-            self.version = -1 if global_steps is None else global_steps
+            self.served.policy.load_state_dict(state)
+            self.served.version = -1 if global_steps is None else global_steps
 
         await asyncio.get_running_loop().run_in_executor(self.lane, swap)
-
-    def act(self, inputs: dict[str, np.ndarray], noise_keys: Sequence[NoiseKey], mode: str) -> dict[str, np.ndarray]:
-        device = get_device_id()
-        tensors = {name: torch.from_numpy(np.array(value)).to(device) for name, value in inputs.items()}
-        with torch.inference_mode():
-            chunk = self.policy.act(tensors, noise_keys, mode)
-        output = {"actions": chunk.actions, "logprob": chunk.logprob, "value": chunk.value}
-        output |= {f"trace.{name.removeprefix('trace.')}": value for name, value in chunk.trace.items()}
-        arrays = {name: value.cpu().numpy() for name, value in output.items()}
-        for name in ("actions", "logprob", "value"):
-            if not np.isfinite(arrays[name]).all():
-                row = int(np.argwhere(~np.isfinite(arrays[name]))[0][0])
-                raise FloatingPointError(
-                    f"policy worker {self.replica_rank}, version {self.version}: {name} of request {noise_keys[row]} "
-                    "(seed, episode, chunk) is not finite; lower the learning rate or actor.optim clip_grad"
-                )
-        arrays["version"] = np.full(len(noise_keys), self.version, dtype=np.int64)
-        return arrays
 
 
 class PolicyWorker(CheckpointEngineWorker):
@@ -98,10 +80,10 @@ class PolicyWorker(CheckpointEngineWorker):
     async def act(self, inputs: dict[str, np.ndarray], noise_keys: Sequence[NoiseKey], mode: str):
         """See ``interaction.Act``."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.server.lane, self.server.act, inputs, noise_keys, mode)
+        return await loop.run_in_executor(self.server.lane, self.server.served.act, inputs, noise_keys, mode)
 
     async def weights_version(self) -> int:
-        return self.server.version
+        return self.server.served.version
 
     async def _nothing(self, *_args: Any, **_kwargs: Any) -> None:
         """Control calls that only language-model servers need."""

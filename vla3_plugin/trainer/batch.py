@@ -60,7 +60,7 @@ class Batch:
 
 
 def padding_rows(keys: list[str], divisor: int) -> list[str]:
-    """Names of copies of the first samples that fill the batch up to a multiple of ``divisor``; they carry no weight."""
+    """Names of copies of the first samples that fill the batch up to a multiple of ``divisor``; they weigh nothing."""
     missing = -len(keys) % divisor
     return [f"{PADDING}{i}_{keys[i % len(keys)]}" for i in range(missing)]
 
@@ -84,7 +84,9 @@ def put(batch: Batch, data: dict[str, Tensor]) -> None:
     store.put_fields(batch.all_keys, padded)
 
 
-def advantages(data: dict[str, Tensor], a: AlgorithmConfig, max_steps: int) -> tuple[dict[str, Tensor], dict[str, float]]:
+def advantages(
+    data: dict[str, Tensor], a: AlgorithmConfig, max_steps: int
+) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Advantages, returns and loss weights of flat samples [N, ...], with metrics.
 
     ``loss_mask`` holds weights at ``logprob_type``'s level: 0 where a step was not executed, where its group has no

@@ -26,7 +26,7 @@ def preflight(config: Any, vla3: VLA3Config) -> tuple[str, list[str]]:
     if estimate and estimate["host"] > estimate["available"]:
         faults.append(
             f"vla3.env.processes: {vla3.env.workers * vla3.env.processes} simulator processes: "
-            f"the run needs about {estimate['host'] / 1e9:.1f} GB of host memory and {estimate['available'] / 1e9:.1f} GB "
+            f"the run needs about {estimate['host'] / 1e9:.1f} GB of host memory, {estimate['available'] / 1e9:.1f} GB "
             f"are available ({memory.format_estimate(estimate)}); lower vla3.env.processes"
         )
     wanted = requested_profile()

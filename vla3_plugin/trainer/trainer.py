@@ -76,7 +76,8 @@ class VLA3Trainer(PPOTrainer):
         self.tokenizer = self.processor = None
 
     def _init_dataloader(self) -> None:
-        self.train_dataloader, self.train_dataloader_it, self.val_dataloader = PlanCursor(), None, []
+        self.train_dataloader, self.train_dataloader_it = PlanCursor(), None
+        self.val_dataloader: list[Any] = []
         self.steps_per_epoch = self.total_training_steps = int(self.config.trainer.total_training_steps)
         with open_dict(self.config):  # verl counts the schedule in calls of update_actor, one a step
             self.config.actor_rollout_ref.actor.optim.total_training_steps = self.total_training_steps
@@ -110,7 +111,8 @@ class VLA3Trainer(PPOTrainer):
         self.tasks = self.vla3.env.tasks if self.vla3.env.tasks is not None else list(range(spec.num_tasks))
         train_states, self.eval_states = split_init_states(spec, self.vla3.env.held_out_init_states)
         self.plan = EpisodePlan(self.vla3.seed, self.tasks, train_states, self.vla3.algorithm.group_size)
-        self.record.start(OmegaConf.to_container(self.config, resolve=True))
+        resolved: Any = OmegaConf.to_container(self.config, resolve=True)
+        self.record.start(resolved)
         completed = False
         try:
             super().fit(agent_loop_manager)

@@ -1,0 +1,21 @@
+# Two commands for everybody: `make quickstart` and `make test`. Both do all the set-up (see setup.sh).
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: setup quickstart test lint fast
+
+setup:
+	@VENV=$(VENV) ./setup.sh
+
+quickstart: setup
+	$(BIN)/python -m verl.trainer.main recipe=vla3_quickstart
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+fast: setup
+	$(BIN)/python -m pytest -q -m "not slow"
+
+test: lint
+	$(BIN)/python -m pytest -q

@@ -1,0 +1,72 @@
+"""Evaluation of a checkpoint without Ray: the same environments, interaction loop and episode plan as in training."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from vla3_plugin.envs.registry import make_env
+from vla3_plugin.policies.prepare import check_env
+from vla3_plugin.policies.registry import load_policy
+from vla3_plugin.policies.serve import ServedPolicy
+from vla3_plugin.profile import has_gpu
+from vla3_plugin.rollout.env_worker import summarise
+from vla3_plugin.rollout.interaction import LockstepInteraction, Mode
+from vla3_plugin.rollout.plan import evaluation_episodes, split_init_states
+from vla3_plugin.telemetry.metrics import Evaluation, MetricsWriter
+from vla3_plugin.telemetry.video import video_path, write_video
+from vla3_plugin.trainer.evaluate import filmed, table_of
+
+
+def evaluate_checkpoint(
+    policy: str,
+    env: str,
+    env_options: dict[str, Any],
+    policy_options: dict[str, Any],
+    *,
+    tasks: Sequence[int] | None = None,
+    episodes: int = 20,
+    held_out: int = 0,
+    mode: Literal["ode", "sde"] = "ode",
+    processes: int = 2,
+    slots: int = 1,
+    python: str | None = None,
+    seed: int = 0,
+    videos: int = 0,
+    out: Path | None = None,
+) -> Evaluation:
+    """``episodes`` per task on assigned initial states and seeds; written to ``out`` (record, videos) where given."""
+    served = ServedPolicy(load_policy(policy, **policy_options), "cuda" if has_gpu() else "cpu")
+    envs = [make_env(env, env_options, num_slots=slots, python=python, name=f"{env} {i}") for i in range(processes)]
+    processing = getattr(served.policy, "processing", None)
+    spec = envs[0].spec
+    chosen = list(tasks) if tasks is not None else list(range(spec.num_tasks))
+    plan = evaluation_episodes(chosen, split_init_states(spec, held_out)[1], episodes, seed)
+
+    def prepare(observations: Sequence[Any]) -> dict[str, np.ndarray]:
+        return {name: tensor.numpy() for name, tensor in served.policy.prepare(observations).items()}
+
+    interaction = LockstepInteraction(envs, prepare, served.act, seed)
+    started, summaries = time.time(), []
+    kinds: dict[str, Mode] = {"ode": "eval", "sde": "train"}
+    try:
+        if processing is not None:
+            check_env(processing, spec)
+        ids = frozenset(filmed(plan, videos)) if videos and out is not None else frozenset()
+        for trajectory in interaction.run(plan, kinds[mode], ids):
+            summaries.append(summarise(trajectory))
+            episode = trajectory.episode
+            if out is not None and episode.episode_id in ids:
+                task = spec.instructions[episode.task_id] if spec.instructions else f"task {episode.task_id}"
+                path = video_path(out, 0, task, episode.episode_id, trajectory.success)
+                write_video(path, np.stack(trajectory.frames), fps=spec.control_hz, success=trajectory.success)
+    finally:
+        interaction.close()
+    evaluation = Evaluation(0, spec.name, mode, table_of(spec, summaries), started, time.time(), {"policy": policy})
+    if out is not None:
+        writer = MetricsWriter(out)
+        writer.log_evaluation(evaluation)
+        writer.close()
+    return evaluation
