@@ -14,6 +14,7 @@ sys.path.insert(0, TOYS)
 
 import toy_env  # noqa: E402
 
+from vla3_plugin.contract import Episode  # noqa: E402
 from vla3_plugin.envs.base import ActionNoise  # noqa: E402
 from vla3_plugin.imitation import demos  # noqa: E402
 from vla3_plugin.imitation.demos import DemoConfig  # noqa: E402
@@ -21,9 +22,14 @@ from vla3_plugin.imitation.demos import DemoConfig  # noqa: E402
 
 def collected(config: DemoConfig, count: int = 6, **options) -> list[demos.Demonstration]:
     env = toy_env.ToyExpert(num_slots=2, **options)
-    episodes = (demos.demo_episode(config, env.spec, i) for i in range(count))
-    found = list(demos.collect(env, episodes, config))
+    episodes = iter(planned(config, env.spec, count))
+    found = list(demos.collect(env, lambda: next(episodes, None), config))
     return sorted(found, key=lambda d: d.episode.episode_id)
+
+
+def planned(config: DemoConfig, spec, count: int) -> list[Episode]:
+    dealer = demos.Dealer(config, spec)
+    return [dealer.episode(i % len(dealer.tasks), i // len(dealer.tasks)) for i in range(count)]
 
 
 def make(out: Path, config: DemoConfig, monkeypatch, **settings) -> dict:
@@ -74,7 +80,7 @@ def test_with_noise_the_state_is_disturbed_and_the_label_is_not():
 def test_the_share_of_clean_episodes_is_as_asked():
     config = DemoConfig(noise=0.3, clean=0.25)
     spec = toy_env.ToyEnv().spec
-    noise = [demos._is_noisy(config, demos.demo_episode(config, spec, i)) for i in range(400)]
+    noise = [demos.noise_of(config, episode) for episode in planned(config, spec, 400)]
     assert set(noise) == {0.0, 0.3} and 70 <= noise.count(0.0) <= 130
 
 
@@ -89,22 +95,40 @@ def test_noise_is_the_episodes_own_keeps_bounds_and_spares_the_gripper():
     assert 0.7 < np.corrcoef(drift[:-1], drift[1:])[0, 1] < 0.9
 
 
-def test_episodes_take_turns_over_tasks_and_spare_held_out_initial_states():
+def test_episodes_walk_through_initial_states_and_spare_the_held_out_ones():
     spec = toy_env.ToyEnv(init_states=5).spec
-    config = DemoConfig(held_out_init_states=2)
-    episodes = [demos.demo_episode(config, spec, i) for i in range(12)]
+    episodes = planned(DemoConfig(held_out_init_states=2), spec, 12)
     assert [(e.task_id, e.init_state_id) for e in episodes] == [(i % 2, i // 2 % 3) for i in range(12)]
-    assert len({e.seed for e in episodes}) == 12
-    only = DemoConfig(tasks=(1,))
-    assert {demos.demo_episode(only, spec, i).task_id for i in range(4)} == {1}
+    assert len({e.seed for e in episodes}) == 12 and [e.episode_id for e in episodes] == list(range(12))
+    assert {e.task_id for e in planned(DemoConfig(tasks=(1,)), spec, 4)} == {1}
+
+
+def test_a_worker_stays_with_its_task_and_every_task_gets_its_share():
+    dealer = demos.Dealer(DemoConfig(episodes=5, give_up=0.0), toy_env.ToyEnv().spec)
+    dealt: dict[int, list[Episode]] = {0: [], 1: []}
+    random = np.random.default_rng(0)
+    waiting: dict[int, Episode | None] = {w: dealer.next(w) for w in dealt}
+    while any(waiting.values()):
+        worker = int(random.choice([w for w, e in waiting.items() if e]))
+        episode = waiting[worker]
+        assert episode is not None
+        dealt[worker].append(episode)
+        dealer.done(demos.Demonstration(episode, [], success=bool(random.random() < 0.6)))
+        waiting[worker] = dealer.next(worker)
+    assert dealer.counts()[0] == 5 and dealer._kept == [3, 2]
+    switches = sum(a.task_id != b.task_id for d in dealt.values() for a, b in zip(d, d[1:], strict=False))
+    assert dealt[0][0].task_id != dealt[1][0].task_id and switches <= 1
 
 
 def test_two_workers_make_what_one_makes(tmp_path, monkeypatch):
     config = DemoConfig(episodes=7, chunk=4, stride=2, noise=0.2)
-    alone = make(tmp_path / "one", config, monkeypatch)
-    both = make(tmp_path / "two", config, monkeypatch, workers=2, slots_per_process=2)
+    skill = {"skill": 0.7}  # failures too must not depend on who runs what
+    alone = make(tmp_path / "one", config, monkeypatch, options=skill)
+    both = make(tmp_path / "two", config, monkeypatch, options=skill, workers=2, slots_per_process=2)
     assert len(list((tmp_path / "two").glob("*.npz"))) == 2
-    assert alone["episodes"] == both["episodes"] == 7
+    for count in ("episodes", "tried", "samples", "control_steps"):
+        assert alone[count] == both[count]
+    assert both["episodes"] == 7 < both["tried"]
     one, two = load(tmp_path / "one"), load(tmp_path / "two")
     assert one.keys() == two.keys()
     for name in one:
@@ -128,7 +152,7 @@ def test_only_successes_are_kept_and_the_card_counts_the_rest(tmp_path, monkeypa
 
 
 def test_an_expert_that_does_not_fit_is_given_up(tmp_path, monkeypatch):
-    with pytest.raises(RuntimeError, match="of 20 episodes succeeded; the expert does not fit"):
+    with pytest.raises(RuntimeError, match=r"of 2\d episodes of task \d .*succeeded: the expert does not fit"):
         make(tmp_path, DemoConfig(episodes=30, give_up=0.5), monkeypatch, options={"skill": 0.1})
     assert not list(tmp_path.glob("*.npz"))
 
@@ -154,7 +178,7 @@ def test_seeds_stay_apart_from_those_of_training_and_evaluation():
     from vla3_plugin.rollout.plan import EpisodePlan, evaluation_episodes
 
     spec = toy_env.ToyEnv().spec
-    ours = {demos.demo_episode(DemoConfig(), spec, i).seed for i in range(2000)}
+    ours = {episode.seed for episode in planned(DemoConfig(), spec, 2000)}
     train = {e.seed for e in EpisodePlan(0, [0, 1], []).episodes(0, 2000)}
     held_out = {e.seed for e in evaluation_episodes([0, 1], [], 1000, 0)}
     assert not ours & train and not ours & held_out

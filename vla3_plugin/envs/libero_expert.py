@@ -7,7 +7,7 @@ it corrects disturbed actions, and it plans anew when it loses the object. It ne
 from __future__ import annotations
 
 import copy
-from typing import Any, Iterator
+from typing import Any, Iterator, Optional
 
 import numpy as np
 
@@ -50,27 +50,25 @@ class PickAndPlace:
         self._sim = sim
         self._relation, self._object, self._place = goals[0]
         self._remember_open_hand()
-        self._phase, self._count = "plan", 0
+        self._plan()
+        self._phase, self._count = "reach", 0
 
     def action(self) -> np.ndarray:
         """float32 [7]: what to do in the present state. To be called once a control step."""
-        hand, thing = self._hand()[0], self._position(self._object)
-        grasp = thing + self._rotation(self._object) @ self._grasp if self._phase != "plan" else hand
-        carry = self._carry(thing) if self._phase == "carry" else np.zeros(3)
-        phase = self._next_phase(grasp - hand, carry)
+        to_grasp, carry = self._to_grasp(), self._carry()
+        phase = self._next_phase(to_grasp, carry)
         if phase == "plan":
             self._plan()
-            grasp, phase = thing + self._rotation(self._object) @ self._grasp, "reach"
+            to_grasp, phase = self._to_grasp(), "reach"
         self._count = self._count + 1 if phase == self._phase else 0
         self._phase = phase
-
         if phase == "reach":
-            aside = float(np.linalg.norm((grasp - hand)[:2]))
-            return self._command(grasp + [0, 0, min(HOVER, SLOPE * max(0.0, aside - 0.012))] - hand, closed=False)
+            height = min(HOVER, SLOPE * max(0.0, float(np.linalg.norm(to_grasp[:2])) - 0.012))
+            return self._command(to_grasp + [0, 0, height], closed=False)
         if phase == "close":
-            return self._command(grasp - hand, closed=True)
+            return self._command(to_grasp, closed=True)
         if phase == "carry":
-            return self._command(self._carry(thing), closed=True)
+            return self._command(carry, closed=True)
         return self._command(np.zeros(3), closed=False)
 
     def _next_phase(self, to_grasp: np.ndarray, carry: np.ndarray) -> str:
@@ -88,9 +86,13 @@ class PickAndPlace:
             return "plan"  # without success, or the episode would be over
         return self._phase
 
-    def _carry(self, thing: np.ndarray) -> np.ndarray:
+    def _to_grasp(self) -> np.ndarray:
+        """Displacement (m) from the grip site to where it should take hold."""
+        return self._position(self._object) + self._rotation(self._object) @ self._grasp - self._hand()[0]
+
+    def _carry(self) -> np.ndarray:
         """Displacement (m) that the object should make: up, across once it is high enough, then down."""
-        goal = self._position(self._place)
+        thing, goal = self._position(self._object), self._position(self._place)
         across = (goal - thing)[:2]
         distance = float(np.linalg.norm(across))
         bottom = thing[2] - self._depth
@@ -103,7 +105,11 @@ class PickAndPlace:
     # -- where to take hold --------------------------------------------------------------------------------------------
 
     def _plan(self) -> None:
-        """Choose the grasp with the most room around the open hand, the least turned among equals."""
+        """Choose the grasp with the most room around the open hand, the least turned among equals.
+
+        Sets ``_grasp`` (m, in the object's frame), ``_yaw`` (rad) and ``_depth``, how far the object reaches below its
+        origin (m).
+        """
         self._depth = -float(self._corners(self._object)[0][2])
         best = -np.inf
         for offset, yaw in self._candidates():
@@ -216,24 +222,30 @@ class LiberoExpert(LiberoEnv):
         if suite not in SUITES:
             raise ValueError(f"env.suite is {suite!r}: there are scripted experts for {list(SUITES)}")
         super().__init__(num_slots=num_slots, suite=suite, **options)
+        self._expert: Optional[PickAndPlace] = None
+        self._noise: Optional[ActionNoise] = None
+        self._seed = 0
 
     def reset(self, slot: int, episode: Episode) -> Observation:
         observation = super().reset(slot, episode)
         self._expert = PickAndPlace(self._sim_env)
-        self._seed, self._noise = episode.seed, None  # type: int, Optional[ActionNoise]
+        self._seed = episode.seed
+        self._noise = None
         return observation
 
     def expert_chunk(self, slots: list[int], length: int, noise: float = 0.0) -> list[ExpertChunk]:
         self._check_slots(slots)
         if noise and self._noise is None:
             self._noise = ActionNoise(self.spec, self._seed, noise)
-        disturb = self._noise if noise else None
+        expert, disturb = self._expert, self._noise if noise else None
+        if expert is None:
+            raise RuntimeError(f"{self.spec.name}: expert_chunk before the reset")
         chunks = []
         for _ in slots:
             wanted = np.zeros((length, self.spec.action_dim), np.float32)
 
             def act(step: int, wanted: np.ndarray = wanted) -> np.ndarray:
-                wanted[step] = self._expert.action()
+                wanted[step] = expert.action()
                 return disturb(wanted[step]) if disturb is not None else wanted[step]
 
             chunks.append(ExpertChunk(wanted, self._execute(length, act, record=False)))

@@ -24,7 +24,7 @@ from __future__ import annotations
 import io
 import json
 import os
-import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -49,9 +49,9 @@ DEMO_STREAM = 4  # keeps the seeds of demonstrations apart from those of trainin
 class DemoConfig:
     """What to make.
 
-    ``episodes`` successes are collected over all ``tasks``, in turn. ``stride``: a sample is taken every so many
-    control steps; None: every ``chunk``. ``noise``: see ``ActionNoise``; the share ``clean`` of the episodes has none.
-    ``give_up``: stop when fewer than this share of at least 20 episodes succeeds.
+    ``episodes`` successes are collected, equally many of each of the ``tasks``. ``stride``: a sample is taken every so
+    many control steps; None: every ``chunk``. ``noise``: see ``ActionNoise``; the share ``clean`` of the episodes has
+    none. ``give_up``: stop when fewer than this share of at least 20 episodes of a task succeeds.
     """
 
     episodes: int = 100
@@ -88,25 +88,79 @@ class Demonstration:
         return sum(len(a) for a in self.actions)
 
 
-def demo_episode(config: DemoConfig, spec: EnvSpec, index: int) -> Episode:
-    """The ``index``-th episode: tasks in turn, then initial states in turn, a seed of its own."""
-    tasks = list(range(spec.num_tasks)) if config.tasks is None else list(config.tasks)
-    states = max(1, spec.num_init_states - config.held_out_init_states)
-    seed = np.random.SeedSequence([config.seed, DEMO_STREAM, index]).generate_state(1)[0]
-    return Episode(index, tasks[index % len(tasks)], index // len(tasks) % states, int(seed >> 1), index)
+class Dealer:
+    """Hands out episodes until every task has its share of successes; one for all workers.
+
+    No more episodes of a task are under way than it still lacks successes, so what is kept are the first successes by
+    number, whoever ran them and in whatever order they ended. A worker stays with its task where it can: changing tasks
+    is slow in some simulators.
+    """
+
+    def __init__(self, config: DemoConfig, spec: EnvSpec) -> None:
+        self._config, self._spec = config, spec
+        self.tasks = list(range(spec.num_tasks)) if config.tasks is None else list(config.tasks)
+        share, rest = divmod(config.episodes, len(self.tasks))
+        self._lacking = [share + (i < rest) for i in range(len(self.tasks))]  # successes, of each task
+        self._dealt, self._under_way = [0] * len(self.tasks), [0] * len(self.tasks)
+        self._kept = [0] * len(self.tasks)
+        self._workers: dict[int, int] = {}  # worker to the position of its task
+        self._lock, self._stopped = threading.Lock(), False
+
+    def episode(self, position: int, number: int) -> Episode:
+        """The ``number``-th episode of a task: initial states in turn, a seed of its own."""
+        index = number * len(self.tasks) + position
+        states = max(1, self._spec.num_init_states - self._config.held_out_init_states)
+        seed = int(np.random.SeedSequence([self._config.seed, DEMO_STREAM, index]).generate_state(1)[0] >> 1)
+        return Episode(index, self.tasks[position], number % states, seed, index)
+
+    def next(self, worker: int) -> Episode | None:
+        with self._lock:
+            open_ = [p for p in range(len(self.tasks)) if self._under_way[p] < self._lacking[p]]
+            if self._stopped or not open_:
+                return None
+            position = self._workers.get(worker, -1)
+            if position not in open_:
+                busy = [p for w, p in self._workers.items() if w != worker]
+                position = min(open_, key=lambda p: (busy.count(p), p))
+            self._workers[worker] = position
+            number = self._dealt[position]
+            self._dealt[position] += 1
+            self._under_way[position] += 1
+            return self.episode(position, number)
+
+    def done(self, demo: Demonstration) -> None:
+        with self._lock:
+            position = demo.episode.episode_id % len(self.tasks)
+            self._under_way[position] -= 1
+            self._lacking[position] -= demo.success
+            self._kept[position] += demo.success
+            finished = self._dealt[position] - self._under_way[position]
+            if finished >= 20 and self._kept[position] < self._config.give_up * finished:
+                self._stopped = True
+                raise RuntimeError(
+                    f"{self._kept[position]} of {finished} episodes of task {self.tasks[position]} "
+                    f"({self._spec.instructions[self.tasks[position]]!r}) succeeded: the expert does not fit it"
+                )
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    def counts(self) -> tuple[int, int]:
+        """(episodes kept, episodes tried)"""
+        return sum(self._kept), sum(self._dealt) - sum(self._under_way)
 
 
-def collect(env: ExpertEnv, episodes: Iterator[Episode], config: DemoConfig) -> Iterator[Demonstration]:
-    """Let the expert of ``env`` run ``episodes``; successes and failures are yielded as they end."""
+def collect(env: ExpertEnv, assign: Callable[[], Episode | None], config: DemoConfig) -> Iterator[Demonstration]:
+    """Let the expert of ``env`` run what ``assign`` gives; successes and failures are yielded as they end."""
     stride = config.stride or config.chunk
     running: dict[int, Demonstration] = {}
     while True:
         for slot in range(env.num_slots):
-            if slot not in running and (episode := next(episodes, None)) is not None:
+            if slot not in running and (episode := assign()) is not None:
                 running[slot] = Demonstration(episode, [env.reset(slot, episode)])
         if not running:
             return
-        noisy = {slot: _is_noisy(config, demo.episode) for slot, demo in running.items()}
+        noisy = {slot: noise_of(config, demo.episode) for slot, demo in running.items()}
         for noise in sorted(set(noisy.values())):
             slots = [slot for slot in running if noisy[slot] == noise]
             for slot, chunk in zip(slots, env.expert_chunk(slots, stride, noise), strict=True):
@@ -119,7 +173,8 @@ def collect(env: ExpertEnv, episodes: Iterator[Episode], config: DemoConfig) -> 
                 yield running.pop(slot)
 
 
-def _is_noisy(config: DemoConfig, episode: Episode) -> float:
+def noise_of(config: DemoConfig, episode: Episode) -> float:
+    """The episode's noise: ``config.noise``, or none for the share ``config.clean``."""
     draw = np.random.default_rng([config.seed, DEMO_STREAM, episode.episode_id]).random()
     return 0.0 if draw < config.clean else config.noise
 
@@ -160,8 +215,8 @@ def generate(
 ) -> dict[str, Any]:
     """Write demonstrations of ``env_name`` to the directory ``out``; returns the card.
 
-    ``expert``: 'module:Class' of an ``ExpertEnv`` that takes the environment's options; None: the built-in one.
-    Episodes are dealt to ``workers`` processes in turn, so the number of workers decides only who runs which.
+    ``expert``: 'module:Class' of an ``ExpertEnv`` that takes the environment's options; None: the built-in one. The
+    result does not depend on the number of ``workers`` (processes) and slots.
     """
     target = expert or EXPERTS.get(env_name)
     if target is None:
@@ -170,75 +225,59 @@ def generate(
     if stale := sorted(out.glob("demos-*.npz")):
         raise FileExistsError(f"{out} already holds {len(stale)} demonstration files; choose another directory")
     started = time.time()
-    shares = [config.episodes // workers + (i < config.episodes % workers) for i in range(workers)]
-    jobs = [(rank, share) for rank, share in enumerate(shares) if share]
+    lock = threading.Lock()
+    shared: list[Dealer] = []
 
-    def work(job: tuple[int, int]) -> dict[str, Any]:
-        rank, share = job
-        env = EnvProcess(
+    def work(rank: int) -> tuple[list[Demonstration], EnvSpec]:
+        with EnvProcess(
             target,
             env_options,
-            num_slots=min(slots_per_process, share),
+            num_slots=slots_per_process,
             python=python,
             timeout_s=timeout_s,
             name=f"{env_name} expert {rank}",
-        )
-        try:
-            return _fill(env, rank, workers, share, config, out, report)
-        finally:
-            env.close()
+        ) as env:
+            with lock:
+                if not shared:
+                    shared.append(Dealer(config, env.spec))
+            dealer, kept = shared[0], []
+            try:
+                for demo in collect(env, lambda: dealer.next(rank), config):
+                    dealer.done(demo)
+                    if demo.success:
+                        kept.append(demo)
+                    done, tried = dealer.counts()
+                    if tried % 25 == 0 or done == config.episodes:
+                        report(f"demos: {done} of {config.episodes} episodes kept, {tried} tried")
+            except BaseException:
+                dealer.stop()
+                raise
+            return sorted(kept, key=lambda d: d.episode.episode_id), env.spec
 
-    with ThreadPoolExecutor(max_workers=len(jobs), thread_name_prefix="demos") as pool:
-        parts = list(pool.map(work, jobs))
-    tried = sum(p["tried"] for p in parts)
+    with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="demos") as pool:
+        parts = list(pool.map(work, range(workers)))
+    for rank, (kept, _) in enumerate(parts):
+        if kept:
+            _save(out / f"demos-{rank}.npz", [samples(demo, config.chunk) for demo in kept])
+    everything = [demo for kept, _ in parts for demo in kept]
+    _, tried = shared[0].counts()
     card = {
         "env": env_name,
         "options": env_options,
         "expert": target,
         "config": asdict(config),
-        "workers": workers,
-        "spec": parts[0]["spec"],
-        "episodes": sum(p["kept"] for p in parts),
+        "spec": parts[0][1].to_json(),
+        "episodes": len(everything),
         "tried": tried,
-        "success_rate": sum(p["kept"] for p in parts) / tried,
-        "samples": sum(p["samples"] for p in parts),
-        "control_steps": sum(p["control_steps"] for p in parts),
+        "success_rate": len(everything) / tried,
+        "samples": sum(len(d.observations) for d in everything),
+        "control_steps": sum(d.control_steps for d in everything),
+        "workers": workers,
         "seconds": round(time.time() - started, 1),
     }
-    _write(out / "card.json", json.dumps(card, indent=1).encode())
-    return card
-
-
-def _fill(
-    env: EnvProcess, rank: int, workers: int, share: int, config: DemoConfig, out: Path, report: Callable[[str], None]
-) -> dict[str, Any]:
-    kept: list[Demonstration] = []
-    tried = 0
-
-    def assigned() -> Iterator[Episode]:
-        index = rank
-        while len(kept) < share:
-            yield demo_episode(config, env.spec, index)
-            index += workers
-
-    for demo in collect(env, assigned(), config):
-        tried += 1
-        if demo.success and len(kept) < share:
-            kept.append(demo)
-        if tried >= 20 and len(kept) < config.give_up * tried:
-            raise RuntimeError(
-                f"{env.name}: {len(kept)} of {tried} episodes succeeded; the expert does not fit the task"
-            )
-        if tried % 25 == 0 or len(kept) == share:
-            report(f"demos: worker {rank}: {len(kept)} of {share} episodes kept, {tried} tried")
-    _save(out / f"demos-{rank}.npz", [samples(demo, config.chunk) for demo in kept])
-    return {
-        "tried": tried,
-        "kept": len(kept),
-        "samples": sum(len(d.observations) for d in kept),
-        "control_steps": sum(d.control_steps for d in kept),
-        "spec": env.spec.to_json(),
-    }
+    text = json.dumps(card, indent=1)
+    _write(out / "card.json", text.encode())
+    return json.loads(text)
 
 
 def _save(path: Path, parts: Sequence[dict[str, np.ndarray]]) -> None:
@@ -249,7 +288,6 @@ def _save(path: Path, parts: Sequence[dict[str, np.ndarray]]) -> None:
 
 
 def _write(path: Path, data: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(handle, "wb") as file:
-        file.write(data)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(data)
     os.replace(temporary, path)

@@ -127,7 +127,12 @@ def train(demos: list[Path], out: Path, config: SFTConfig) -> dict[str, Any]:
     valid_actions = data["actions"][data["action_mask"]]
     preset = PRESETS[config.preset]
     processing = Processing.from_demos(
-        data["state"], valid_actions, cameras=cameras, image_size=preset.image_size, max_tokens=preset.max_tokens
+        data["state"],
+        valid_actions,
+        cameras=cameras,
+        image_size=preset.image_size,
+        max_tokens=preset.max_tokens,
+        **_names(demos),
     )
     policy = build_policy(config.preset, processing, seed=config.seed)
     if not torch.distributed.is_initialized():
@@ -181,6 +186,13 @@ def train(demos: list[Path], out: Path, config: SFTConfig) -> dict[str, Any]:
         shutil.rmtree(out, ignore_errors=True)
         temporary.rename(out)
     return record
+
+
+def _names(demos: list[Path]) -> dict[str, list[str]]:
+    """Names of state and action dimensions from the demonstrations' card, to be checked against the environment."""
+    cards = sorted(c for p in demos for c in (p if p.is_dir() else p.parent).rglob("card.json"))
+    spec = json.loads(cards[0].read_text())["spec"] if cards else {}
+    return {name: spec[name] for name in ("state_names", "action_names") if name in spec}
 
 
 def _stored(tensor: Tensor, dtype: str) -> Tensor:

@@ -3,6 +3,7 @@
 Everything about sharding, mixed precision, offload, optimizer, clipping and sharded checkpoints stays verl's.
 """
 
+from collections import UserDict
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -100,8 +101,9 @@ class VLAFSDPEngine(FSDPEngine):
         self, micro_batch: TensorDict, loss_function: Any, forward_only: bool
     ) -> tuple[Tensor, dict[str, Any]]:
         micro_batch = micro_batch.to(get_device_id())
+        # not a dict, so that mixed precision leaves it alone: a rounded sample has another sample's likelihood
         task = tu.get_non_tensor_data(micro_batch, "task", "evaluate")
-        output = self.module(fields.policy_batch(micro_batch), task=task)
+        output = self.module(UserDict(fields.policy_batch(micro_batch)), task=task)
         if loss_function is None:
             loss, metrics = torch.zeros(()), {}
         else:

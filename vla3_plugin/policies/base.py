@@ -37,6 +37,7 @@ class VLAPolicy(nn.Module):
     """Base class of policy families."""
 
     family: str
+    _no_split_modules: list[str]  # class names of the layers that FSDP shards one by one; verl reads it
 
     def prepare(self, observations: Sequence[Observation]) -> dict[str, Tensor]:
         """Model inputs [B, ...] of fixed shapes, compact enough to store: uint8 images, raw float state, token ids."""

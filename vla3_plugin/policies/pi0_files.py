@@ -100,8 +100,8 @@ def build(
 def sincos_positions(patches: int, width: int) -> Tensor:
     """Sines and cosines of row and column, [patches, width]: where a patch is can be read before anything is learned.
 
-    A small network trained from nothing finds objects in about half the steps with these. Wavelengths run from four
-    patches to eight times the side; the amplitude is about that of the patch embeddings.
+    A small network trained from nothing learns to locate objects in fewer steps with these than with small noise, and
+    in fewer with these wavelengths (four patches to eight times the side) than with shorter ones.
     """
     side, quarter = math.isqrt(patches), width // 4
     place = (torch.arange(side) + 0.5) / side

@@ -61,7 +61,7 @@ class EnvWorker:
             )
             for i in range(env["processes"])
         ]
-        check_env(self.preparer.processing, self.envs[0].spec)
+        check_env(self.preparer, self.envs[0].spec)
         self.interaction = LockstepInteraction(self.envs, self._prepare, self._act, seed)
         self.policy_s = 0.0
 

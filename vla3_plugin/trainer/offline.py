@@ -40,7 +40,6 @@ def evaluate_checkpoint(
     """``episodes`` per task on assigned initial states and seeds; written to ``out`` (record, videos) where given."""
     served = ServedPolicy(load_policy(policy, **policy_options), "cuda" if has_gpu() else "cpu")
     envs = [make_env(env, env_options, num_slots=slots, python=python, name=f"{env} {i}") for i in range(processes)]
-    processing = getattr(served.policy, "processing", None)
     spec = envs[0].spec
     chosen = list(tasks) if tasks is not None else list(range(spec.num_tasks))
     plan = evaluation_episodes(chosen, split_init_states(spec, held_out)[1], episodes, seed)
@@ -52,8 +51,7 @@ def evaluate_checkpoint(
     started, summaries = time.time(), []
     kinds: dict[str, Mode] = {"ode": "eval", "sde": "train"}
     try:
-        if processing is not None:
-            check_env(processing, spec)
+        check_env(served.policy, spec)
         ids = frozenset(filmed(plan, videos)) if videos and out is not None else frozenset()
         for trajectory in interaction.run(plan, kinds[mode], ids):
             summaries.append(summarise(trajectory))

@@ -5,7 +5,7 @@ from typing import Any
 from vla3_plugin.config import VLA3Config
 from vla3_plugin.envs.registry import env_fault
 from vla3_plugin.placement import memory
-from vla3_plugin.policies.prepare import policy_summary
+from vla3_plugin.policies.registry import policy_summary
 from vla3_plugin.profile import has_gpu, requested_profile
 from vla3_plugin.telemetry.console import describe_machine, format_preflight
 

@@ -1,0 +1,193 @@
+"""ManiSkill itself, in child processes: conventions, images, experts. Needs software Vulkan or a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vla3_plugin.contract import Episode
+from vla3_plugin.envs.check import check_env
+from vla3_plugin.envs.process import EnvError, EnvProcess
+
+HERE = str(Path(__file__).parent)
+EXPERT = "vla3_plugin.envs.maniskill_expert:ManiSkillExpert"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("mani_skill") is None, reason="ManiSkill is not installed"),
+]
+
+
+def episode(seed: int) -> Episode:
+    return Episode(episode_id=seed, task_id=0, init_state_id=0, seed=seed, group_id=seed)
+
+
+@pytest.fixture(scope="module")
+def env():
+    with EnvProcess(EXPERT, {"privileged_state": True}, num_slots=2, name="maniskill") as process:
+        yield process
+
+
+def state_of(env: EnvProcess, observation) -> dict[str, float]:
+    return dict(zip(env.spec.state_names, observation.state.tolist(), strict=True))
+
+
+def red_centre(image: np.ndarray) -> tuple[float, float, int]:
+    """(row, column, count) of the red cube's pixels."""
+    pixels = image.astype(np.int16)
+    rows, columns = np.nonzero((pixels[..., 0] > 120) & (pixels[..., 1] < 40) & (pixels[..., 2] < 40))
+    return (float(rows.mean()), float(columns.mean()), len(rows)) if len(rows) else (0.0, 0.0, 0)
+
+
+def act(env: EnvProcess, action: list[float], steps: int = 8) -> dict[str, float]:
+    chunk = np.repeat(np.array([[action]], np.float32), steps, axis=1)
+    return state_of(env, env.chunk_step([0], chunk)[0].observation)
+
+
+def test_it_passes_the_checker(env):
+    assert check_env(env) == []
+
+
+def test_base_camera_is_upright_y_to_the_right_and_x_towards_the_viewer(env):
+    seen = []
+    for seed in range(24):
+        observation = env.reset(0, episode(seed))
+        row, column, count = red_centre(observation.images["base_camera"])
+        state = state_of(env, observation)
+        if count >= 8:
+            seen.append((row, column, state["cube_pose_x"], state["cube_pose_y"]))
+    assert len(seen) >= 15, "the cube should be well in view"
+    rows, columns, x, y = np.array(seen).T
+    assert np.corrcoef(columns, y)[0, 1] > 0.97
+    assert np.corrcoef(rows, x)[0, 1] > 0.9
+
+
+def test_a_lifted_cube_goes_up_in_the_image_and_stays_in_the_hand_cameras_view(env):
+    lifted = 0
+    for seed in range(12):
+        start = env.reset(0, episode(seed))
+        if state_of(env, start)["goal_site_pose_z"] < 0.15:
+            continue
+        low = high = None
+        while True:
+            result = env.expert_chunk([0], 4)[0].result
+            state = state_of(env, result.observation)
+            if state["is_grasped"] and state["cube_pose_z"] < 0.03:
+                low = result.observation
+            if state["is_grasped"] and 0.08 < state["cube_pose_z"] < 0.16 and low is not None:
+                high = result.observation
+            if result.done:
+                break
+        if low is None or high is None:
+            continue
+        assert red_centre(high.images["hand_camera"])[2] > 100
+        row_low, _, seen_low = red_centre(low.images["base_camera"])
+        row_high, _, seen_high = red_centre(high.images["base_camera"])
+        if min(seen_low, seen_high) >= 4:  # the hand may hide it
+            assert row_high < row_low - 3
+            lifted += 1
+    assert lifted >= 2
+
+
+def test_actions_move_the_hand_as_their_names_say(env):
+    start = state_of(env, env.reset(0, episode(1)))
+    for axis in range(3):
+        env.reset(0, episode(1))
+        action = [0.0] * 6 + [1.0]
+        action[axis] = 0.3
+        end = act(env, action)
+        moved = [end[f"tcp_pose_{c}"] - start[f"tcp_pose_{c}"] for c in "xyz"]
+        assert moved[axis] > 0.05 and all(abs(m) < 0.02 for i, m in enumerate(moved) if i != axis)
+
+
+def test_the_gripper_closes_at_minus_one_and_opens_at_plus_one(env):
+    env.reset(0, episode(1))
+    assert act(env, [0, 0, 0, 0, 0, 0, -1])["panda_finger_joint1"] < 0.005
+    assert act(env, [0, 0, 0, 0, 0, 0, 1])["panda_finger_joint1"] > 0.035
+
+
+def test_turning_follows_maniskills_sign(env):
+    """dyaw = 1 turns by -0.1 rad about the world's z: the hand's quaternion is (0, cos, sin, 0) of half the angle."""
+    start = state_of(env, env.reset(0, episode(1)))
+    end = act(env, [0, 0, 0, 0, 0, 1, 1])
+
+    def yaw(state: dict[str, float]) -> float:
+        return 2 * np.arctan2(state["tcp_pose_qy"], state["tcp_pose_qx"])
+
+    assert -0.8 <= yaw(end) - yaw(start) < -0.1
+
+
+def test_the_state_of_a_policy_holds_no_object_pose(env):
+    privileged = {n for n in env.spec.state_names if n.startswith(("cube_", "goal_site_"))}
+    assert {"cube_pose_x", "cube_pose_qw", "goal_site_pose_z"} <= privileged
+    with EnvProcess("counting_maniskill:CountingEnv", name="counting", paths=[HERE]) as plain:
+        assert set(env.spec.state_names) - set(plain.spec.state_names) == privileged
+        drawn = int(plain.reset(0, episode(0)).instruction)
+        actions = np.zeros((1, 8, 7), np.float32)
+        results = [plain.chunk_step([0], actions)[0] for _ in range(2)]
+        assert [int(r.observation.instruction) - drawn for r in results] == [1, 2]  # once a chunk
+        filmed = plain.chunk_step([0], actions, record=True)[0]
+        assert int(filmed.observation.instruction) - drawn == 10 and len(filmed.frames) == 8
+        np.testing.assert_array_equal(filmed.frames[-1], filmed.observation.images["base_camera"])
+
+
+def test_an_experts_actions_succeed_as_a_policys_would(env):
+    """Recorded from the expert, sent through ``chunk_step`` in chunks of 8: gripper, units and resets all have to fit."""
+    for seed in range(100, 105):
+        env.reset(0, episode(seed))
+        script = []
+        while True:
+            chunk = env.expert_chunk([0], 8)[0]
+            script.append(chunk.actions)
+            if chunk.result.done:
+                break
+        assert chunk.result.success
+        env.reset(0, episode(seed))
+        rewards = 0.0
+        for actions in script:
+            result = env.chunk_step([0], actions[None])[0]
+            rewards += float(result.rewards.sum())
+        assert result.terminated.any() and result.success and rewards == 1.0
+        np.testing.assert_array_equal(result.valid, chunk.result.valid)
+
+
+@pytest.mark.parametrize("task", ["PickCube-v1", "PushCube-v1", "StackCube-v1"])
+def test_the_scripted_expert_solves(task):
+    with EnvProcess(EXPERT, {"task": task, "cameras": []}, name=task) as process:
+        successes, lengths = 0, []
+        for seed in range(10):
+            process.reset(0, episode(1000 + seed))
+            steps = 0
+            while True:
+                result = process.expert_chunk([0], 8)[0].result
+                steps += int(result.valid.sum())
+                if result.done:
+                    break
+            successes += result.success
+            lengths.append(steps)
+    assert successes >= 9
+    assert np.mean(lengths) < 0.75 * process.spec.max_steps
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"task": "PickCub-v1"}, "env.task is 'PickCub-v1'.*PickCube-v1"),
+        ({"cameras": ["base_camera", "ceiling"]}, r"env.cameras names \['ceiling'\].*base_camera"),
+        ({"robot": "pandda"}, "env.robot is 'pandda'"),
+    ],
+)
+def test_bad_names_are_answered_with_the_known_ones(options, message):
+    with pytest.raises(EnvError, match=message):
+        EnvProcess("vla3_plugin.envs.maniskill:ManiSkillEnv", options)
+
+
+def test_missing_vulkan_says_which_packages_to_install():
+    with pytest.raises(EnvError, match="apt-get install .*mesa-vulkan-drivers"):
+        EnvProcess(
+            "vla3_plugin.envs.maniskill:ManiSkillEnv",
+            {"sim_backend": "cpu"},
+            environ={"VK_DRIVER_FILES": "/nowhere", "VK_ICD_FILENAMES": "/nowhere"},
+        )

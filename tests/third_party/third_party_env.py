@@ -1,0 +1,66 @@
+"""Somebody else's simulator: a hand on a line is to reach the right-hand end. numpy alone."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vla3_plugin.contract import ChunkResult, EnvSpec, Episode, Observation
+
+
+class ToyEnv:
+    def __init__(self, num_slots: int = 1, max_steps: int = 16, init_states: int = 4) -> None:
+        self.num_slots = num_slots
+        self.spec = EnvSpec(
+            name="line",
+            cameras={"front": (8, 8)},
+            state_names=["x", "time"],
+            action_names=["dx"],
+            action_low=[-1.0],
+            action_high=[1.0],
+            max_steps=max_steps,
+            control_hz=10.0,
+            success="x above 1",
+            num_tasks=1,
+            num_init_states=init_states,
+            instructions=["go right"],
+        )
+        self._x = [0.0] * num_slots
+        self._steps = [0] * num_slots
+
+    def reset(self, slot: int, episode: Episode) -> Observation:
+        self._x[slot], self._steps[slot] = -0.1 * episode.init_state_id, 0
+        return self._observe(slot)
+
+    def chunk_step(self, slots: list[int], actions: np.ndarray, record: bool = False) -> list[ChunkResult]:
+        return [self._run(slot, actions[i], record) for i, slot in enumerate(slots)]
+
+    def close(self) -> None:
+        pass
+
+    def _run(self, slot: int, actions: np.ndarray, record: bool) -> ChunkResult:
+        length = len(actions)
+        rewards = np.zeros(length, np.float32)
+        terminated, truncated, valid = (np.zeros(length, np.bool_) for _ in range(3))
+        frames = []
+        for i in range(length):
+            self._x[slot] += 0.2 * float(np.clip(actions[i, 0], -1, 1))
+            self._steps[slot] += 1
+            valid[i] = True
+            terminated[i] = self._x[slot] > 1
+            rewards[i] = float(terminated[i])
+            truncated[i] = self._steps[slot] >= self.spec.max_steps and not terminated[i]
+            frames.append(self._observe(slot).images["front"])
+            if terminated[i] or truncated[i]:
+                break
+        observation = self._observe(slot)
+        ended = bool(terminated.any() or truncated.any())
+        return ChunkResult(
+            rewards, terminated, truncated, valid, bool(terminated.any()), observation,
+            observation if ended else None, np.stack(frames) if record else None,
+        )  # fmt: skip
+
+    def _observe(self, slot: int) -> Observation:
+        image = np.full((8, 8, 3), 30, np.uint8)
+        image[4, int(np.clip(4 + 3 * self._x[slot], 0, 7))] = 255
+        state = np.array([self._x[slot], self._steps[slot] / self.spec.max_steps], np.float32)
+        return Observation({"front": image}, state, "go right")

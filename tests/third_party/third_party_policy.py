@@ -1,0 +1,69 @@
+"""Somebody else's policy family: a Gaussian over chunks of two actions, its mean a small network of the state."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from vla3_plugin.policies.base import ActionChunk, VLAPolicy
+
+CHUNK, STD = 2, 0.5
+
+
+class GaussianPolicy(VLAPolicy):
+    family = "gaussian"
+    _no_split_modules = ["Sequential"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        from vla3_plugin.learner.model_config import ModelCard
+
+        self.config = ModelCard("gaussian")
+        self.mean = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, CHUNK))
+        self.value_head = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def can_generate(self) -> bool:
+        return False
+
+    def prepare(self, observations):
+        return {
+            "state": torch.stack([torch.from_numpy(o.state) for o in observations]),
+            "pixels": torch.stack([torch.from_numpy(o.images["front"]) for o in observations]),
+        }
+
+    def act(self, inputs, noise_keys, mode):
+        mean = self.mean(inputs["state"])[..., None]
+        action = mean
+        if mode == "train":
+            noise = [
+                torch.randn(CHUNK, 1, generator=torch.Generator().manual_seed(hash(tuple(key)) % 2**63))
+                for key in noise_keys
+            ]
+            action = mean + STD * torch.stack(noise)
+        logprob = torch.distributions.Normal(mean, STD).log_prob(action)
+        return ActionChunk(action, logprob, self.value_head(inputs["state"]), {"action": action})
+
+    def forward(self, batch: dict[str, Any], task: str):
+        distribution = torch.distributions.Normal(self.mean(batch["state"])[..., None], STD)
+        action = batch["trace.action"]
+        return {
+            "logprob": distribution.log_prob(action),
+            "entropy": distribution.entropy().expand_as(action),
+            "value": self.value_head(batch["state"]),
+        }
+
+    def save(self, path: Path, state=None) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        save_file(dict(state or self.state_dict()), path / "model.safetensors")
+        (path / "config.json").write_text(json.dumps({"family": "gaussian"}))
+
+    @classmethod
+    def load(cls, path: Path, **_: Any) -> GaussianPolicy:
+        policy = cls()
+        policy.load_state_dict(load_file(path / "model.safetensors"))
+        return policy

@@ -1,0 +1,85 @@
+"""Whole runs, each in a process of its own, as a user starts them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def third_party(tmp_path_factory):
+    """A directory into which the third-party package has really been installed."""
+    target = tmp_path_factory.mktemp("third_party")
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target)]
+    subprocess.run([*command, str(HERE.parent / "third_party")], check=True, capture_output=True)
+    return target
+
+
+@pytest.fixture(scope="session")
+def gaussian(third_party, tmp_path_factory):
+    """A saved policy of the third-party family."""
+    path = tmp_path_factory.mktemp("gaussian") / "policy"
+    code = (
+        "import torch, pathlib; torch.manual_seed(0); from third_party_policy import GaussianPolicy; "
+        f"GaussianPolicy().save(pathlib.Path({str(path)!r}))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(third_party)})
+    return path
+
+
+class Run:
+    """A finished run: exit status, output, and the records it left."""
+
+    def __init__(self, directory: Path, done: subprocess.CompletedProcess) -> None:
+        self.directory, self.status, self.output = directory, done.returncode, done.stdout + done.stderr
+
+    @property
+    def metrics(self) -> list[dict]:
+        return [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def evaluations(self) -> list[dict]:
+        return [json.loads(line) for line in (self.directory / "evaluations.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="session")
+def launch(third_party):
+    """``launch(directory, *overrides, recipe=..., module=...)`` starts a run and waits for it."""
+
+    def start(directory: Path, *overrides: str, recipe="vla3_maniskill", module="verl.trainer.main", timeout=600):
+        plus = "" if module == "verl.trainer.main" else "+"
+        command = [sys.executable, "-m", module, f"{plus}recipe={recipe}", f"vla3.run_dir={directory}", *overrides]
+        environment = {**os.environ, "PYTHONPATH": str(third_party), "VLA3_PROFILE": "cpu"}
+        directory.mkdir(parents=True, exist_ok=True)
+        done = subprocess.run(
+            command, cwd=directory, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+        )
+        return Run(directory, done)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def line(gaussian):
+    """Overrides for the third-party environment and policy: runs of seconds."""
+    return [
+        "vla3.env.name=toy",
+        "~vla3.env.options.task",
+        "vla3.env.processes=2",
+        "vla3.env.slots_per_process=3",
+        f"actor_rollout_ref.model.path={gaussian}",
+        "actor_rollout_ref.model.options={}",
+        "actor_rollout_ref.actor.optim.lr=1e-2",
+        "actor_rollout_ref.model.value_lr=1e-2",
+        "data.train_batch_size=24",
+        "vla3.algorithm.num_mini_batches=2",
+        "vla3.evaluation.episodes_per_task=8",
+        "vla3.evaluation.videos=1",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+    ]
