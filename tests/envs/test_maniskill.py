@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +12,11 @@ import pytest
 
 from vla3_plugin.contract import Episode
 from vla3_plugin.envs.check import check_env
+from vla3_plugin.envs.maniskill_sim import TASKS
 from vla3_plugin.envs.process import EnvError, EnvProcess
 
 HERE = str(Path(__file__).parent)
+ROOT = str(Path(__file__).parents[2])
 EXPERT = "vla3_plugin.envs.maniskill_expert:ManiSkillExpert"
 pytestmark = [
     pytest.mark.slow,
@@ -50,45 +54,45 @@ def test_it_passes_the_checker(env):
     assert check_env(env) == []
 
 
-def test_base_camera_is_upright_y_to_the_right_and_x_towards_the_viewer(env):
-    seen = []
-    for seed in range(24):
-        observation = env.reset(0, episode(seed))
-        row, column, count = red_centre(observation.images["base_camera"])
-        state = state_of(env, observation)
-        if count >= 8:
-            seen.append((row, column, state["cube_pose_x"], state["cube_pose_y"]))
-    assert len(seen) >= 15, "the cube should be well in view"
-    rows, columns, x, y = np.array(seen).T
-    assert np.corrcoef(columns, y)[0, 1] > 0.97
-    assert np.corrcoef(rows, x)[0, 1] > 0.9
+def test_the_cube_is_where_the_base_camera_should_see_it(env):
+    """Upright, +y to the right, +x towards the viewer: a pinhole camera at the declared place predicts the pixels."""
+    view = TASKS["PickCube-v1"]
+    eye, target = np.array(view.eye), np.array(view.target)
+    forward = (target - eye) / np.linalg.norm(target - eye)
+    right = np.cross(forward, [0, 0, 1])
+    right /= np.linalg.norm(right)
+    up = np.cross(right, forward)
+    height, width = env.spec.cameras["base_camera"]
+    on_table, lifted, errors = 0, 0, []
+    for seed in range(8):
+        observation, done = env.reset(0, episode(seed)), False
+        while not done:
+            row, column, count = red_centre(observation.images["base_camera"])
+            state = state_of(env, observation)
+            way = np.array([state[f"cube_pose_{c}"] for c in "xyz"]) - eye
+            scale = 1 / (way @ forward) / np.tan(view.fov / 2)
+            if count >= 8:  # the hand may hide it
+                errors.append(column - (width - 1) / 2 * (1 + way @ right * scale))
+                errors.append(row - (height - 1) / 2 * (1 - way @ up * scale))
+                on_table += state["cube_pose_z"] < 0.03
+                lifted += state["cube_pose_z"] > 0.06
+            result = env.expert_chunk([0], 6)[0].result
+            observation, done = result.observation, result.done
+    assert on_table >= 8 and lifted >= 2
+    assert np.abs(errors).max() < 5 and np.median(np.abs(errors)) < 1  # fingers hide parts of the cube
 
 
-def test_a_lifted_cube_goes_up_in_the_image_and_stays_in_the_hand_cameras_view(env):
-    lifted = 0
-    for seed in range(12):
-        start = env.reset(0, episode(seed))
-        if state_of(env, start)["goal_site_pose_z"] < 0.15:
-            continue
-        low = high = None
+def test_the_hand_camera_sees_the_cube_that_the_hand_holds(env):
+    for seed in range(3):
+        env.reset(0, episode(seed))
+        held = []
         while True:
-            result = env.expert_chunk([0], 4)[0].result
-            state = state_of(env, result.observation)
-            if state["is_grasped"] and state["cube_pose_z"] < 0.03:
-                low = result.observation
-            if state["is_grasped"] and 0.08 < state["cube_pose_z"] < 0.16 and low is not None:
-                high = result.observation
+            result = env.expert_chunk([0], 8)[0].result
+            if state_of(env, result.observation)["is_grasped"]:
+                held.append(red_centre(result.observation.images["hand_camera"])[2])
             if result.done:
                 break
-        if low is None or high is None:
-            continue
-        assert red_centre(high.images["hand_camera"])[2] > 100
-        row_low, _, seen_low = red_centre(low.images["base_camera"])
-        row_high, _, seen_high = red_centre(high.images["base_camera"])
-        if min(seen_low, seen_high) >= 4:  # the hand may hide it
-            assert row_high < row_low - 3
-            lifted += 1
-    assert lifted >= 2
+        assert held and min(held) > 100
 
 
 def test_actions_move_the_hand_as_their_names_say(env):
@@ -134,8 +138,8 @@ def test_the_state_of_a_policy_holds_no_object_pose(env):
 
 
 def test_an_experts_actions_succeed_as_a_policys_would(env):
-    """Recorded from the expert, sent through ``chunk_step`` in chunks of 8: gripper, units and resets all have to fit."""
-    for seed in range(100, 105):
+    """Recorded from the expert, sent through ``chunk_step`` in chunks of 8: gripper, units and resets have to fit."""
+    for seed in range(100, 110):
         env.reset(0, episode(seed))
         script = []
         while True:
@@ -153,7 +157,7 @@ def test_an_experts_actions_succeed_as_a_policys_would(env):
         np.testing.assert_array_equal(result.valid, chunk.result.valid)
 
 
-@pytest.mark.parametrize("task", ["PickCube-v1", "PushCube-v1", "StackCube-v1"])
+@pytest.mark.parametrize("task", ["PushCube-v1", "StackCube-v1"])
 def test_the_scripted_expert_solves(task):
     with EnvProcess(EXPERT, {"task": task, "cameras": []}, name=task) as process:
         successes, lengths = 0, []
@@ -171,17 +175,22 @@ def test_the_scripted_expert_solves(task):
     assert np.mean(lengths) < 0.75 * process.spec.max_steps
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"task": "PickCub-v1"}, "env.task is 'PickCub-v1'.*PickCube-v1"),
-        ({"cameras": ["base_camera", "ceiling"]}, r"env.cameras names \['ceiling'\].*base_camera"),
-        ({"robot": "pandda"}, "env.robot is 'pandda'"),
-    ],
-)
-def test_bad_names_are_answered_with_the_known_ones(options, message):
-    with pytest.raises(EnvError, match=message):
-        EnvProcess("vla3_plugin.envs.maniskill:ManiSkillEnv", options)
+def test_bad_names_are_answered_with_the_known_ones():
+    program = """
+import json
+from vla3_plugin.envs.maniskill import ManiSkillEnv
+for options in ({"task": "PickCub-v1"}, {"robot": "pandda"}, {"cameras": ["base_camera", "ceiling"]}):
+    try:
+        ManiSkillEnv(**options)
+    except ValueError as error:
+        print("said:", error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    said = [line for line in done.stdout.splitlines() if line.startswith("said:")]
+    assert len(said) == 3, done.stderr
+    assert "env.task is 'PickCub-v1'" in said[0] and "'PickCube-v1'" in said[0]
+    assert "env.robot is 'pandda'" in said[1] and "'panda'" in said[1]
+    assert "env.cameras names ['ceiling']" in said[2] and "'base_camera'" in said[2]
 
 
 def test_missing_vulkan_says_which_packages_to_install():

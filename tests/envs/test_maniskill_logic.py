@@ -1,4 +1,4 @@
-"""Book-keeping of ``ManiSkillEnv`` over a simulation made of numpy: chunks, rewards, ends, one simulation of many slots."""
+"""Book-keeping of ``ManiSkillEnv`` over a simulation made of numpy: chunks, rewards, ends, many slots in one."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class ToyEnv:
             action_high=[1.0],
             max_steps=max_steps,
             control_hz=10.0,
-            success="x above 1",
+            success="x above 0.5",
             num_tasks=1,
             num_init_states=init_states,
             instructions=["go right"],
@@ -46,7 +46,7 @@ class ToyEnv:
             self._x[slot] += 0.2 * float(np.clip(actions[i, 0], -1, 1))
             self._steps[slot] += 1
             valid[i] = True
-            terminated[i] = self._x[slot] > 1
+            terminated[i] = self._x[slot] > 0.5
             rewards[i] = float(terminated[i])
             truncated[i] = self._steps[slot] >= self.spec.max_steps and not terminated[i]
             frames.append(self._observe(slot).images["front"])

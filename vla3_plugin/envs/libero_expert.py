@@ -57,10 +57,10 @@ class PickAndPlace:
         """float32 [7]: what to do in the present state. To be called once a control step."""
         to_grasp, carry = self._to_grasp(), self._carry()
         phase = self._next_phase(to_grasp, carry)
+        self._count = self._count + 1 if phase == self._phase else 0
         if phase == "plan":
             self._plan()
             to_grasp, phase = self._to_grasp(), "reach"
-        self._count = self._count + 1 if phase == self._phase else 0
         self._phase = phase
         if phase == "reach":
             height = min(HOVER, SLOPE * max(0.0, float(np.linalg.norm(to_grasp[:2])) - 0.012))

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
-FORMAT = 1  # raise it when the same input gives other files
+FORMAT = 2  # raise it when the same input gives other files
 MIN_FACES = 60  # a part with fewer is kept as it is
+_ONE_AT_A_TIME = threading.Lock()  # ``fast-simplification`` keeps its mesh in global variables
 
 
 def cache_dir() -> Path:
@@ -27,8 +29,13 @@ def cache_dir() -> Path:
 def light_urdf(urdf: str, faces_per_mesh: int) -> str:
     """Path of a copy of ``urdf`` whose visual meshes have about ``faces_per_mesh`` triangles at most.
 
-    Made once and cached; several processes may ask at the same time.
+    Made once and cached; several processes and threads may ask at the same time.
     """
+    with _ONE_AT_A_TIME:
+        return _light_urdf(urdf, faces_per_mesh)
+
+
+def _light_urdf(urdf: str, faces_per_mesh: int) -> str:
     source = Path(urdf).resolve()
     text = source.read_bytes()
     key = hashlib.sha256(b"%d %d %s " % (FORMAT, faces_per_mesh, os.fsencode(source)) + text).hexdigest()[:16]
@@ -75,20 +82,23 @@ def _light_mesh(source: Path, folder: Path, faces_per_mesh: int) -> str:
 
 def _decimate(part: Any, faces: int) -> None:
     """Reduce a ``trimesh.Trimesh`` to about ``faces`` triangles in place; its material stays, textures do not."""
-    import fast_simplification
     import trimesh
 
     part.merge_vertices(merge_norm=True, merge_tex=True)
-    points, triangles = fast_simplification.simplify(
-        part.vertices.astype("float32"), part.faces.astype("int32"), target_count=faces
-    )
-    if len(triangles) > 2 * faces:  # many small shells (the wrist camera's case) do not collapse; draw their outline
+    points, triangles = _simplify(part.vertices, part.faces, faces)
+    if len(triangles) > 2 * faces:  # many small shells (the wrist camera's inside) do not collapse; draw their outline
         hull = part.convex_hull
-        points, triangles = hull.vertices, hull.faces
+        points, triangles = _simplify(hull.vertices, hull.faces, faces)
     material = getattr(part.visual, "material", None)
     part.vertices, part.faces = points, triangles
     if material is not None:
         part.visual = trimesh.visual.TextureVisuals(material=material)
+
+
+def _simplify(points: Any, triangles: Any, faces: int) -> tuple[Any, Any]:
+    import fast_simplification
+
+    return fast_simplification.simplify(points.astype("float32"), triangles.astype("int32"), target_count=faces)
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 SCENERY = ("table-workspace", "ground")
 FACES_PER_MESH = 1000
+NO_VULKAN = ("physical device", "ErrorIncompatibleDriver", "ErrorInitializationFailed", "Failed to load Vulkan")
 VULKAN = (
     "ManiSkill renders with Vulkan and found no usable device. Without a GPU it needs Mesa's software Vulkan 24.3 or "
     "newer; on Debian 12 from backports: apt-get install -y libvulkan1 && apt-get install -y -t bookworm-backports "
@@ -86,7 +87,7 @@ class Simulation:
                 f"python -m mani_skill.utils.download_asset {task}"
             ) from error
         except RuntimeError as error:
-            if "physical device" in str(error) or "ulkan" in str(error):
+            if any(sign in str(error) for sign in NO_VULKAN):
                 raise RuntimeError(f"{VULKAN}. (ManiSkill said: {error})") from error
             raise
         known = sorted(self.env.scene.sensors)

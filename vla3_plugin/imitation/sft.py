@@ -188,7 +188,7 @@ def train(demos: list[Path], out: Path, config: SFTConfig) -> dict[str, Any]:
     return record
 
 
-def _names(demos: list[Path]) -> dict[str, list[str]]:
+def _names(demos: list[Path]) -> dict[str, Any]:
     """Names of state and action dimensions from the demonstrations' card, to be checked against the environment."""
     cards = sorted(c for p in demos for c in (p if p.is_dir() else p.parent).rglob("card.json"))
     spec = json.loads(cards[0].read_text())["spec"] if cards else {}

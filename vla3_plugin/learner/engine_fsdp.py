@@ -26,11 +26,11 @@ from vla3_plugin.learner.model_config import ModelCard
 class VLAFSDPEngine(FSDPEngine):
     """One rank of the learner. FSDP2 runs everywhere; FSDP1 needs parameters on an accelerator."""
 
-    def _build_module(self) -> Any:
+    def _build_module(self) -> Any:  # a VLAPolicy; verl says nn.Module
         from vla3_plugin.policies.registry import load_policy
 
         torch.set_num_threads(self.model_config.cpu_threads)
-        policy = load_policy(self.model_config.path, **self.model_config.options)
+        policy: Any = load_policy(self.model_config.path, **self.model_config.options)
         self.policy = policy  # the unwrapped object: processing, save(); its parameters are sharded in place
         policy.to(PrecisionType.to_dtype(self.engine_config.model_dtype or "fp32"))
         if self.model_config.enable_gradient_checkpointing:
