@@ -54,7 +54,7 @@ def before_start(config: DictConfig) -> None:
     print(report)
     if faults:
         _fail(faults)
-    _secure_local_cluster(config)
+    _prepare_local_cluster(config)
 
 
 def _cross_checks(config: DictConfig, vla3: VLA3Config) -> list[str]:
@@ -112,9 +112,12 @@ def _derive(config: DictConfig, vla3: VLA3Config) -> None:
     os.environ.setdefault("TENSORBOARD_DIR", os.path.join(config.vla3.run_dir, "tensorboard"))
 
 
-def _secure_local_cluster(config: DictConfig) -> None:
+def _prepare_local_cluster(config: DictConfig) -> None:
     """A Ray head listens on every interface whatever node address it is given, so ours asks for a token."""
-    if config.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_AUTH_MODE"):
+    if config.ray_kwargs.ray_init.get("address"):
+        return
+    os.environ.setdefault("RAY_worker_niceness", "0")  # ray's 15 lets any other job starve the trainer
+    if os.environ.get("RAY_AUTH_MODE"):
         return
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)

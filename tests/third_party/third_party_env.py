@@ -43,11 +43,12 @@ class ToyEnv:
         terminated, truncated, valid = (np.zeros(length, np.bool_) for _ in range(3))
         frames = []
         for i in range(length):
+            before = self._x[slot]
             self._x[slot] += 0.2 * float(np.clip(actions[i, 0], -1, 1))
             self._steps[slot] += 1
             valid[i] = True
             terminated[i] = self._x[slot] > 0.5
-            rewards[i] = float(terminated[i])
+            rewards[i] = self._x[slot] - before
             truncated[i] = self._steps[slot] >= self.spec.max_steps and not terminated[i]
             frames.append(self._observe(slot).images["front"])
             if terminated[i] or truncated[i]:

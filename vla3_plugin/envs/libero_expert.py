@@ -139,7 +139,7 @@ class PickAndPlace:
         position, rotation = self._hand()
         names = [model.body(i).name for i in range(model.nbody)]
         of_hand = np.array([name.startswith("gripper0") or name == "robot0_right_hand" for name in names])
-        of_robot = np.array([name.startswith(("gripper0", "robot0")) for name in names])
+        of_robot = np.array([name.startswith(("gripper0", "robot0", "mount0")) for name in names])
         collides = (model.geom_contype != 0) | (model.geom_conaffinity != 0)
         self._hand_geoms = np.flatnonzero(of_hand[model.geom_bodyid] & collides)
         self._other_geoms = np.flatnonzero(~of_robot[model.geom_bodyid] & collides)

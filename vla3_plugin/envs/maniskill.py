@@ -46,7 +46,7 @@ class ManiSkillEnv:
         camera_size: height and width of every image in pixels.
         cameras: the task's and robot's camera ids, in this order; empty: no rendering.
         views: ``{camera: {"eye": [x, y, z], "target": [x, y, z], "fov": rad}}``, placements other than the default.
-        robot: ManiSkill's robot id. None: ``panda_wristcam`` if ``hand_camera`` is asked for, else ``panda``.
+        robot: ManiSkill's robot id. None: ``panda_wristcam`` if ``hand_camera`` is asked for, else the task's own.
         control_mode: the robot's controller; the policy's actions are in its units.
         light_meshes: draw the robot with simplified meshes and no floor: several times as fast in software; physics
             is untouched.
@@ -104,7 +104,7 @@ class ManiSkillEnv:
         self._gpu = sim_backend == "gpu" or (sim_backend == "auto" and maniskill_sim.cuda_found())
         settings: dict[str, Any] = {
             "task": task,
-            "robot": robot or ("panda_wristcam" if "hand_camera" in cameras else "panda"),
+            "robot": robot or ("panda_wristcam" if "hand_camera" in cameras else "panda" if task in TASKS else None),
             "control_mode": control_mode,
             "cameras": self._cameras,
             "views": {**({"base_camera": defaults.view} if task in TASKS else {}), **(views or {})},

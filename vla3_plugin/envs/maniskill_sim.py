@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import types
 from dataclasses import dataclass
-from typing import Any, Sequence
+from typing import Any, Optional, Sequence
 
 import numpy as np
 
@@ -48,7 +48,7 @@ class Simulation:
         self,
         num_envs: int,
         task: str,
-        robot: str,
+        robot: Optional[str],
         control_mode: str,
         cameras: Sequence[str],
         views: dict[str, dict[str, Any]],
@@ -61,14 +61,14 @@ class Simulation:
         privileged: bool,
     ) -> None:
         gymnasium, sapien = _import_maniskill()
-        if light:
+        if light and robot:
             _use_light_robot(robot)
         self._cameras, self._privileged, self._gpu = list(cameras), privileged, gpu
         try:
             self.env: Any = gymnasium.make(
                 task,
                 num_envs=num_envs,
-                robot_uids=robot,
+                **({"robot_uids": robot} if robot else {}),
                 obs_mode="rgb",
                 control_mode=control_mode,
                 reward_mode="normalized_dense" if dense else "none",
@@ -92,7 +92,7 @@ class Simulation:
             raise
         known = sorted(self.env.scene.sensors)
         if unknown := [c for c in self._cameras if c not in known]:
-            raise ValueError(f"env.cameras names {unknown}, {task} with {robot} has {known}")
+            raise ValueError(f"env.cameras names {unknown}, {task} with robot {robot or 'of its own'} has {known}")
         # ``step`` and ``reset`` observe, and drawing is what costs: 2 ms a step without, 10 to 300 with. So drawing is
         # taken out of them and done in ``capture``, once a chunk.
         self._draw = self.env._get_obs_sensor_data
