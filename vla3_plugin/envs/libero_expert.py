@@ -111,6 +111,7 @@ class PickAndPlace:
         origin (m).
         """
         self._depth = -float(self._corners(self._object)[0][2])
+        self._remember_obstacles()
         best = -np.inf
         for offset, yaw in self._candidates():
             score = self._room(self._position(self._object) + offset, yaw) - 0.002 * abs(yaw)
@@ -148,20 +149,26 @@ class PickAndPlace:
             for g in self._hand_geoms
         ]
 
-    def _highest_on_the_way(self) -> float:
-        """Height (m) of the highest collision shape within reach of a straight line from object to destination."""
+    def _remember_obstacles(self) -> None:
+        """Boxes around everything else that collides: centre and half size (m, [n, 3], world axes).
+
+        Remembered from before the grasp: something caught in the hand together with the object is no obstacle.
+        """
         model, data = self._sim.sim.model._model, self._sim.sim.data._data
         body = self._sim.obj_body_id[self._object]
         others = self._other_geoms[model.body_rootid[model.geom_bodyid[self._other_geoms]] != body]
         rotations = data.geom_xmat[others].reshape(-1, 3, 3)
-        centre = data.geom_xpos[others] + np.einsum("nij,nj->ni", rotations, model.geom_aabb[others, :3])
-        half = np.einsum("nij,nj->ni", np.abs(rotations), model.geom_aabb[others, 3:])
+        self._centres = data.geom_xpos[others] + np.einsum("nij,nj->ni", rotations, model.geom_aabb[others, :3])
+        self._halves = np.einsum("nij,nj->ni", np.abs(rotations), model.geom_aabb[others, 3:])
+
+    def _highest_on_the_way(self) -> float:
+        """Height (m) of the highest obstacle within reach of a straight line from object to destination."""
         start, end = self._position(self._object), self._position(self._place)
         top = end[2]
         for point in start + np.linspace(0, 1, 12)[:, None] * (end - start):
-            aside = np.maximum(np.abs(point[:2] - centre[:, :2]) - half[:, :2], 0.0)
+            aside = np.maximum(np.abs(point[:2] - self._centres[:, :2]) - self._halves[:, :2], 0.0)
             near = np.linalg.norm(aside, axis=1) < BESIDE
-            top = max(top, (centre + half)[near, 2].max(initial=top))
+            top = max(top, (self._centres + self._halves)[near, 2].max(initial=top))
         return float(top)
 
     def _room(self, position: np.ndarray, yaw: float) -> float:

@@ -1,0 +1,142 @@
+"""How verl meets the plugin, in fresh interpreters, from any directory."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def python(code, *, cwd, **env):
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=False, env={**os.environ, **env}
+    )
+
+
+def command(*arguments, cwd, **env):
+    return subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=cwd, capture_output=True, text=True, check=False,
+        env={**os.environ, "VLA3_PROFILE": "cpu", **env},
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_plugin_adds_little_to_importing_verl_and_no_simulator(tmp_path):
+    """Measured as the import time of the plugin's own modules; the limit is 100 ms, the machine may be busy."""
+    code = (
+        "import sys, time; import verl; heavy = [m for m in ('transformers.models', 'mani_skill', 'libero', 'robosuite', "
+        "'vla3_plugin.policies.pi0', 'vla3_plugin.trainer.trainer') if m in sys.modules]; "
+        "before = set(sys.modules); "
+        "[sys.modules.pop(m) for m in list(sys.modules) if m.startswith('vla3_plugin')]; "
+        "t = time.process_time(); import vla3_plugin.plugin; print(round(1000 * (time.process_time() - t)), heavy)"
+    )
+    done = python(code, cwd=tmp_path)
+    milliseconds, heavy = done.stdout.strip().split(" ", 1)
+    assert heavy == "[]", "verl itself may import transformers; the plugin must not import models or simulators"
+    assert int(milliseconds) < 100, done.stdout
+
+
+@pytest.mark.slow
+def test_a_plugin_that_fails_to_load_says_so(tmp_path):
+    """verl swallows the exception at DEBUG level; the user must see it all the same."""
+    code = "import sys; sys.modules['vla3_plugin.hooks'] = None; import verl; print('verl is there')"
+    done = python(code, cwd=tmp_path)
+    assert "verl is there" in done.stdout
+    assert "vla3-plugin could not be loaded" in done.stderr and "vla3_plugin.hooks" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["vla3_libero", "vla3_maniskill", "vla3_quickstart"])
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+def test_recipes_compose_in_both_profiles_from_any_directory(recipe, profile, tmp_path):
+    done = command("verl.trainer.main", f"recipe={recipe}", f"vla3.profile={profile}", "--cfg", "job", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "trainer_mode: vla3" in done.stdout
+    path = "lerobot/pi0_base" if profile == "gpu" else "pi0-nano-"
+    assert f"path: {path}" in done.stdout
+
+
+@pytest.mark.slow
+def test_main_ppo_takes_the_same_recipes_and_overrides(tmp_path):
+    done = command("verl.trainer.main_ppo", "+recipe=vla3_libero", "vla3.seed=41", "--cfg", "job", cwd=tmp_path)
+    assert done.returncode == 0 and "seed: 41" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["recipe=vla3_manskill"], "did you mean vla3_maniskill? The known ones are: vla3_libero, vla3_maniskill"),
+        ([], "no recipe was given; use recipe=NAME with one of: vla3_libero"),
+        (["recipe=vla3_maniskill", "vla3.env.processes=0"], "vla3.env.processes: 0, expected more than 0"),
+        (["recipe=vla3_maniskill", "+vla3.env.proceses=2"], "proceses"),
+        (["recipe=vla3_maniskill", "vla3.algorithm.gamma=high"], "vla3.algorithm.gamma"),
+        (["recipe=vla3_libero", "data.train_batch_size=30"], "data.train_batch_size: 30 episodes do not divide"),
+        (["recipe=vla3_maniskill", "vla3.env.name=manyskill"], "'manyskill' is not a simulator"),
+        (["recipe=vla3_maniskill", "actor_rollout_ref.model.path=/nowhere"], "actor_rollout_ref.model.path"),
+        (["recipe=vla3_maniskill", "+actor_rollout_ref.model.options.noise=1"], "'noise' is not a setting of pi0"),
+        (["recipe=vla3_maniskill", "actor_rollout_ref.actor.strategy=fsdp"], "cannot shard CPU parameters; use fsdp2"),
+        (["recipe=vla3_maniskill", "vla3.env.processes=500"], "vla3.env.processes: 500"),
+        (["recipe=vla3_maniskill", "trainer.total_training_steps=0"], "trainer.total_training_steps: 0"),
+    ],
+)
+def test_bad_input_is_one_clear_error_before_ray_starts(arguments, message, tmp_path):
+    done = command("verl.trainer.main", *arguments, cwd=tmp_path)
+    assert done.returncode != 0
+    assert message in done.stderr, done.stderr[-2000:]
+    assert "Started a local Ray instance" not in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_the_wheel_carries_recipes_configs_patches_and_weights(tmp_path):
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(ROOT)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    (wheel,) = tmp_path.glob("*.whl")
+    target = tmp_path / "installed"
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        archive.extractall(target)
+    for name in (
+        "vla3_plugin/recipes/vla3_libero.yaml", "vla3_plugin/configs/base/common.yaml",
+        "vla3_plugin/patches/cpu_process_group.py", "vla3_plugin/weights/pi0-nano-maniskill/model.safetensors",
+        "vla3_plugin/telemetry/report.css", "hydra_plugins/vla3/__init__.py",
+    ):  # fmt: skip
+        assert name in names
+    code = "import vla3_plugin.resources as r; print(r.resource_dir('recipes')); print(r.recipe_names())"
+    done = python(code, cwd=tmp_path, PYTHONPATH=str(target))
+    assert str(target) in done.stdout and "vla3_quickstart" in done.stdout, "an installed plugin uses its own files"
+
+
+@pytest.mark.slow
+def test_a_cluster_that_we_start_refuses_whoever_has_no_token(tmp_path):
+    code = (
+        "import verl, ray; from omegaconf import OmegaConf; from vla3_plugin.launch import _prepare_local_cluster; "
+        "_prepare_local_cluster(OmegaConf.create({'ray_kwargs': {'ray_init': {}}})); "
+        "context = ray.init(num_cpus=1, include_dashboard=False); address = context.address_info['gcs_address']; "
+        "import subprocess, sys, os; "
+        "clean = {k: v for k, v in os.environ.items() if not k.startswith('RAY_')}; "
+        "other = subprocess.run([sys.executable, '-c', f'import ray; ray.init(address={address!r})'], env=clean, "
+        "capture_output=True, text=True, timeout=120); "
+        "print('status', other.returncode); print(other.stderr[-3000:])"
+    )
+    done = python(code, cwd=tmp_path, HOME=str(tmp_path))
+    assert "status 1" in done.stdout, done.stdout + done.stderr[-2000:]
+    assert "token" in done.stdout.lower()
+
+
+@pytest.mark.slow
+def test_every_patch_says_what_it_is_and_applies(tmp_path):
+    code = (
+        "import verl, verl.utils.distributed, verl.utils.config, verl.workers.engine.fsdp.transformer_impl; "
+        "from vla3_plugin import hooks; "
+        "print([(p.name, p.state, bool(p.why and p.upstream)) for p in hooks.PATCHES.values()])"
+    )
+    done = python(code, cwd=tmp_path)
+    names = sorted(p.stem for p in (ROOT / "patches").glob("[a-z]*.py"))
+    assert done.stdout.strip().splitlines()[-1] == str([(n, "applied", True) for n in names]), done.stderr[-2000:]
