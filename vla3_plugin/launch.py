@@ -48,12 +48,12 @@ def before_start(config: DictConfig) -> None:
     if faults:
         _fail(faults)
     _derive(config, vla3)
-    from vla3_plugin.trainer.preflight import preflight
+    from vla3_plugin.trainer.preflight import announce, preflight
 
-    report, faults = preflight(config, vla3)
-    print(report)
+    summary, faults = preflight(config, vla3)
     if faults:
         _fail(faults)
+    announce(summary, Path(config.vla3.run_dir))
     _prepare_local_cluster(config)
 
 

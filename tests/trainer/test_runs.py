@@ -29,8 +29,8 @@ def test_third_party_policy_and_env_run_from_start_to_report(whole):
 
 
 def test_rollout_and_learner_agree_about_log_probs(whole):
-    assert whole.metrics[0]["parity/logprob_max_abs"] < 1e-4
-    assert whole.metrics[0]["parity/value_max_abs"] < 1e-4
+    assert whole.metrics[0]["rollout/logprob_diff_max"] < 1e-4
+    assert whole.metrics[0]["rollout/value_diff_max"] < 1e-4
 
 
 def test_training_moves_the_policy_towards_more_return(whole):

@@ -1,5 +1,7 @@
 """What is said, and checked, before anything heavy starts: devices, sizes, samples and updates a step, memory."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 from vla3_plugin.config import VLA3Config
@@ -7,11 +9,12 @@ from vla3_plugin.envs.registry import env_fault
 from vla3_plugin.placement import memory
 from vla3_plugin.policies.registry import policy_summary
 from vla3_plugin.profile import has_gpu, requested_profile
-from vla3_plugin.telemetry.console import describe_machine, format_preflight
+from vla3_plugin.telemetry.console import command_line, describe_machine, format_preflight
+from vla3_plugin.telemetry.metrics import plain
 
 
-def preflight(config: Any, vla3: VLA3Config) -> tuple[str, list[str]]:
-    """(text for the user, faults): a fault stops the run."""
+def preflight(config: Any, vla3: VLA3Config) -> tuple[dict[str, Any], list[str]]:
+    """(summary by section, faults): a fault stops the run."""
     faults = []
     wrong = env_fault(vla3.env.name, vla3.env.python)
     if wrong:
@@ -53,7 +56,15 @@ def preflight(config: Any, vla3: VLA3Config) -> tuple[str, list[str]]:
     }
     if estimate:
         sections["memory"] = estimate
-    return format_preflight(sections), faults
+    return sections, faults
+
+
+def announce(sections: dict[str, Any], run_dir: Path) -> None:
+    """Print the summary, and keep it with the command line for the report: a Ray worker knows neither."""
+    print(format_preflight(sections))
+    run_dir.mkdir(parents=True, exist_ok=True)
+    record = plain({**sections, "command": command_line()})
+    (run_dir / "preflight.json").write_text(json.dumps(record, indent=1))
 
 
 def _memory(config: Any, vla3: VLA3Config, policy: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from vla3_plugin.telemetry.console import StepLine, command_line, describe_machine, format_outcome, format_rate
+from vla3_plugin.telemetry.console import StepLine, describe_machine, format_outcome, format_rate
 from vla3_plugin.telemetry.metrics import Evaluation, MetricsWriter, before_after, read_evaluations
 
 
@@ -21,7 +21,7 @@ class RunRecord:
 
     def start(self, config: dict[str, Any]) -> None:
         (self.run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
-        self._summary({"machine": describe_machine(), "command": command_line(), "state": "running"})
+        self._summary({"machine": describe_machine(), "status": "running"})
 
     def step(self, step: int, total: int, metrics: dict[str, Any]) -> None:
         self.metrics.log(step, metrics)
@@ -43,7 +43,7 @@ class RunRecord:
         pair = before_after(read_evaluations(self.run_dir))
         outcome = format_outcome(*pair) if pair else "no two evaluations to compare"
         summary = json.loads((self.run_dir / "summary.json").read_text())
-        self._summary(summary | {"state": "completed" if completed else "stopped early", "outcome": outcome})
+        self._summary(summary | {"status": "completed" if completed else "stopped early", "outcome": outcome})
         from vla3_plugin.telemetry.report import write_report
 
         report = write_report(self.run_dir)

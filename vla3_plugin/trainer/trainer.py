@@ -195,10 +195,8 @@ class VLA3Trainer(PPOTrainer):
         learner = self._learner_outputs(self.actor_rollout_wg, "compute_log_prob", batch)
         rollout = store.get_fields(batch.keys, [fields.LOGPROB, fields.VALUE])
         gap = (learner[fields.LEARNER_LOGPROB] - rollout[fields.LOGPROB]).abs().max().item()
-        metrics["parity/logprob_max_abs"] = gap
-        metrics["parity/value_max_abs"] = (
-            (learner[fields.LEARNER_VALUE] - rollout[fields.VALUE]).abs().max().item()
-        )
+        metrics["rollout/logprob_diff_max"] = gap
+        metrics["rollout/value_diff_max"] = (learner[fields.LEARNER_VALUE] - rollout[fields.VALUE]).abs().max().item()
         print(f"vla3: rollout and learner log-probs differ by at most {gap:.2e} over {len(batch.keys)} samples")
         if not gap <= self.vla3.parity_tolerance:
             raise ParityError(
