@@ -28,7 +28,7 @@ def command(*arguments, cwd, **env):
 def test_the_plugin_adds_little_to_importing_verl_and_no_simulator(tmp_path):
     """Measured as the import time of the plugin's own modules; the limit is 100 ms, the machine may be busy."""
     code = (
-        "import sys, time; import verl; heavy = [m for m in ('transformers.models', 'mani_skill', 'libero', 'robosuite', "
+        "import sys, time; import verl; heavy = [m for m in ('mani_skill', 'libero', 'robosuite', "
         "'vla3_plugin.policies.pi0', 'vla3_plugin.trainer.trainer') if m in sys.modules]; "
         "before = set(sys.modules); "
         "[sys.modules.pop(m) for m in list(sys.modules) if m.startswith('vla3_plugin')]; "
@@ -36,7 +36,7 @@ def test_the_plugin_adds_little_to_importing_verl_and_no_simulator(tmp_path):
     )
     done = python(code, cwd=tmp_path)
     milliseconds, heavy = done.stdout.strip().split(" ", 1)
-    assert heavy == "[]", "verl itself may import transformers; the plugin must not import models or simulators"
+    assert heavy == "[]", "the plugin must not import models or simulators"
     assert int(milliseconds) < 100, done.stdout
 
 
