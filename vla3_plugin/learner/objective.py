@@ -59,7 +59,7 @@ class Objective:
         policy = (self.policy_loss or losses.policy_loss)(
             logprob=logprob,
             old_logprob=old,
-            advantages=advantages.float(),
+            advantages=advantages,
             mask=mask,
             weights=weights,
             clip_ratio_low=a.clip_ratio_low,
@@ -72,7 +72,7 @@ class Objective:
         metrics = policy.metrics() | {"policy_loss": loss.item()}
         if a.loss_type == "actor_critic":
             value = losses.value_loss(
-                values=model_output["value"].float(),
+                values=_wide(model_output["value"]),
                 returns=data[fields.RETURNS],
                 mask=data[fields.VALUE_MASK] > 0,
                 old_values=data[fields.VALUE],
@@ -102,6 +102,10 @@ class Objective:
                 + "; lower actor_rollout_ref.actor.optim.lr or raise the policy's noise_level"
             )
         return loss, {name: float(value) for name, value in metrics.items()}
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def _trained(data: TensorDict) -> Tensor:
