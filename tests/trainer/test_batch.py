@@ -15,7 +15,8 @@ CHUNK, DIM = 4, 3
 def samples(successes, lengths, group_size=1, seed=0):
     """Flat samples of episodes: a successful one ends by itself at its last step, a failed one is cut."""
     generator = torch.Generator().manual_seed(seed)
-    rows = {name: [] for name in ("rewards", "terminated", "truncated", "valid", "episode_id", "group_id", "chunk_index")}
+    names = ("rewards", "terminated", "truncated", "valid", "episode_id", "group_id", "chunk_index")
+    rows = {name: [] for name in names}
     for episode, (success, length) in enumerate(zip(successes, lengths, strict=True)):
         for chunk in range(-(-length // CHUNK)):
             steps = min(CHUNK, length - chunk * CHUNK)
@@ -71,7 +72,8 @@ def test_invalid_steps_weigh_nothing_at_any_level(logprob_type):
     data = samples([True, False], [6, 10])
     result, _ = advantages(data, AlgorithmConfig(logprob_type=logprob_type), 10)
     weight = result[fields.POLICY_MASK]
-    expected = {"token": int(data["valid"].sum()) * DIM, "action": int(data["valid"].sum()), "chunk": len(data["valid"])}
+    steps = int(data["valid"].sum())
+    expected = {"token": steps * DIM, "action": steps, "chunk": len(data["valid"])}
     assert weight.sum() == expected[logprob_type]
 
 
