@@ -74,7 +74,8 @@ def test_number_of_workers_does_not_change_what_is_learned_from(whole, launch, l
         "vla3.env.slots_per_process=1", "trainer.val_before_train=false",
     )  # fmt: skip
     assert run.status == 0, run.output[-3000:]
-    assert run.metrics[0]["env/return/mean"] == whole.metrics[0]["env/return/mean"]
+    # batches of another make-up round differently; another sample would differ in the first digits
+    assert run.metrics[0]["env/return/mean"] == pytest.approx(whole.metrics[0]["env/return/mean"], rel=1e-5)
     assert run.metrics[0]["env/steps_total"] == whole.metrics[0]["env/steps_total"]
 
 
