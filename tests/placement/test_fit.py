@@ -1,0 +1,41 @@
+"""A placement that cannot be satisfied is refused with its arithmetic instead of waiting for ever."""
+
+import pytest
+import ray
+from omegaconf import OmegaConf
+
+from vla3_plugin.placement.fit import PlacementError, check_cluster, demand
+
+
+def config(ranks=2, replicas=3, nodes=1):
+    return OmegaConf.create(
+        {
+            "trainer": {"n_gpus_per_node": ranks, "nnodes": nodes},
+            "actor_rollout_ref": {
+                "rollout": {"n_gpus_per_node": replicas, "nnodes": nodes, "tensor_model_parallel_size": 1}
+            },
+            "transfer_queue": {"backend": {"SimpleStorage": {"num_data_storage_units": 2}}},
+        }
+    )
+
+
+def test_demand_counts_what_verl_reserves():
+    """Three CPUs a learner rank, two a replica, one a storage unit and one for the task runner."""
+    needed = demand(config())
+    assert (needed.gpus, needed.cpus) == (5, 3 * 2 + 2 * 3 + 2 + 1)
+    assert demand(config(nodes=4)).gpus == 20
+
+
+@pytest.mark.parametrize("there", [{"GPU": 5, "CPU": 15}, {"GPU": 8, "CPU": 64, "memory": 1}])
+def test_a_placement_that_fits_is_accepted(monkeypatch, there):
+    monkeypatch.setattr(ray, "cluster_resources", lambda: there)
+    check_cluster(config())
+
+
+@pytest.mark.parametrize("there", [{"GPU": 4, "CPU": 64}, {"GPU": 8, "CPU": 14}, {}])
+def test_a_placement_that_does_not_fit_is_refused_with_the_numbers(monkeypatch, there):
+    monkeypatch.setattr(ray, "cluster_resources", lambda: there)
+    with pytest.raises(PlacementError, match="5 GPUs = 2 learner [+] 3 policy workers; 15 CPUs") as caught:
+        check_cluster(config())
+    assert f"{there.get('GPU', 0)} GPUs and {there.get('CPU', 0)} CPUs" in str(caught.value)
+    assert "trainer.n_gpus_per_node" in str(caught.value)
