@@ -4,7 +4,6 @@ Pickled once to the learner's ranks; every term is divided by a count over the w
 neither micro-batches of unequal size nor ranks with unequal numbers of valid steps change the gradient.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +15,12 @@ from vla3_plugin.algorithms import granularity, losses
 from vla3_plugin.config import AlgorithmConfig
 from vla3_plugin.learner import fields
 
-PolicyLoss = Callable[..., losses.LossSum]
-
 
 @dataclass
 class Objective:
-    """``policy_loss`` None: the one that ``trainer.registration`` gives to verl as ``vla3_ppo``."""
+    """What ``vla3.algorithm`` asks for, as a loss function of verl's engines."""
 
     algorithm: AlgorithmConfig
-    policy_loss: PolicyLoss | None = None
 
     def counts(self, data: TensorDict) -> dict[str, float]:
         """This rank's share of what the sums are divided by."""
@@ -56,7 +52,7 @@ class Objective:
             chunk_size=valid.shape[1],
             token_dim=data[fields.LOGPROB].shape[-1],
         )
-        policy = (self.policy_loss or losses.policy_loss)(
+        policy = losses.policy_loss(
             logprob=logprob,
             old_logprob=old,
             advantages=advantages,
