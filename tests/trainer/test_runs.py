@@ -87,5 +87,5 @@ def test_grpo_with_reference_policy_through_main_ppo(launch, line, tmp_path):
         "vla3.algorithm.num_mini_batches=1", module="verl.trainer.main_ppo",
     )  # fmt: skip
     assert run.status == 0, run.output[-3000:]
-    assert run.metrics[0]["actor/kl"] == pytest.approx(0.0, abs=1e-5), "before the first update policy and reference are one"
+    assert run.metrics[0]["actor/kl"] == pytest.approx(0.0, abs=1e-5), "before any update they are one"
     assert run.metrics[1]["actor/kl"] > 0
