@@ -14,10 +14,10 @@ def test_the_defaults_are_valid():
     ("overrides", "message"),
     [
         ({"algoritm": {}}, r"vla3\.algoritm: unknown key; did you mean vla3\.algorithm\?"),
-        ({"env": {"proceses": 2}}, r"vla3\.env\.proceses: unknown key; did you mean vla3\.env\.processes\?"),
+        ({"env": {"shard_per_worker": 2}}, r"vla3\.env\.shard_per_worker: unknown key; did you mean vla3\.env\.shards_per_worker\?"),
         ({"env": {"workers": "two"}}, r"vla3\.env\.workers: Value 'two'"),
         ({"seed": 1.5}, r"vla3\.seed"),
-        ({"env": {"processes": 0}}, r"vla3\.env\.processes: 0, expected more than 0"),
+        ({"env": {"shards_per_worker": 0}}, r"vla3\.env\.shards_per_worker: 0, expected more than 0"),
         ({"algorithm": {"adv_type": "gea"}}, r"'gea', expected one of gae, grpo; did you mean gae\?"),
         ({"algorithm": {"gamma": 1.2}}, r"vla3\.algorithm\.gamma: 1\.2, expected 0 to 1"),
         ({"algorithm": {"adv_type": "grpo", "loss_type": "actor"}}, r"group_size: 1, expected at least 2"),
@@ -39,7 +39,7 @@ def test_a_fault_is_refused_by_name(overrides, message):
 
 def test_all_faults_are_reported_at_once():
     with pytest.raises(ConfigError) as caught:
-        parse(OmegaConf.create({"env": {"processes": 0, "workers": 0}, "algorithm": {"gamma": 2.0}}))
+        parse(OmegaConf.create({"env": {"shards_per_worker": 0, "workers": 0}, "algorithm": {"gamma": 2.0}}))
     assert len(caught.value.faults) == 3
 
 

@@ -72,7 +72,7 @@ def test_main_ppo_takes_the_same_recipes_and_overrides(tmp_path):
     [
         (["recipe=vla3_manskill"], "did you mean vla3_maniskill? The known ones are: vla3_libero, vla3_maniskill"),
         ([], "no recipe was given; use recipe=NAME with one of: vla3_libero"),
-        (["recipe=vla3_maniskill", "vla3.env.processes=0"], "vla3.env.processes: 0, expected more than 0"),
+        (["recipe=vla3_maniskill", "vla3.env.shards_per_worker=0"], "vla3.env.shards_per_worker: 0, expected more than 0"),
         (["recipe=vla3_maniskill", "+vla3.env.proceses=2"], "proceses"),
         (["recipe=vla3_maniskill", "vla3.algorithm.gamma=high"], "vla3.algorithm.gamma"),
         (["recipe=vla3_libero", "data.train_batch_size=30"], "data.train_batch_size: 30 episodes do not divide"),
@@ -80,7 +80,7 @@ def test_main_ppo_takes_the_same_recipes_and_overrides(tmp_path):
         (["recipe=vla3_maniskill", "actor_rollout_ref.model.path=/nowhere"], "actor_rollout_ref.model.path"),
         (["recipe=vla3_maniskill", "+actor_rollout_ref.model.options.noise=1"], "'noise' is not a setting of pi0"),
         (["recipe=vla3_maniskill", "actor_rollout_ref.actor.strategy=fsdp"], "cannot shard CPU parameters; use fsdp2"),
-        (["recipe=vla3_maniskill", "vla3.env.processes=500"], "vla3.env.processes: 500"),
+        (["recipe=vla3_maniskill", "vla3.env.shards_per_worker=500"], "vla3.env.shards_per_worker: 500"),
         (["recipe=vla3_maniskill", "trainer.total_training_steps=0"], "trainer.total_training_steps: 0"),
     ],
 )

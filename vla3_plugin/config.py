@@ -29,8 +29,8 @@ class EnvConfig:
     options: dict[str, Any] = field(default_factory=dict)  # passed to the environment's constructor
     tasks: list[int] | None = None  # None: all tasks of the environment
     workers: int = 1  # env workers (Ray actors)
-    processes: int = 2  # simulator processes of one worker
-    slots_per_process: int = 1  # environments in one simulator process
+    shards_per_worker: int = 2  # simulator processes of one worker; each steps on its own
+    envs_per_shard: int = 1  # environments in one simulator process; they step together
     python: str | None = None  # another interpreter for the simulator
     timeout_s: float = 120.0  # one reset or one chunk step
     deadline_s: float = 1800.0  # all episodes of one step or evaluation
@@ -49,6 +49,7 @@ class AlgorithmConfig:
     gae_lambda: float = 0.95
     bootstrap_type: str = "standard"  # standard: on truncation only | always
     normalize_advantages: bool = True
+    advantage_statistics: str = "batch"  # batch | previous: mean and deviation of the global batch before this one
     norm_adv_by_std_in_grpo: bool = True
     clip_ratio_low: float = 0.2
     clip_ratio_high: float = 0.2
@@ -67,6 +68,7 @@ class AlgorithmConfig:
     rewards_upper_bound: float = 0.9
     update_epoch: int = 1
     num_mini_batches: int = 1  # optimizer steps an epoch
+    mini_batches: str = "samples"  # samples: shuffled chunk steps | episodes: the first epoch takes episodes in order
 
 
 @dataclass
@@ -77,6 +79,42 @@ class EvaluationConfig:
 
 
 @dataclass
+class InteractionStage:
+    """Shards that never wait for one another, behind a dynamic batcher."""
+
+    enabled: bool = False
+    max_batch_size: int = 32
+    max_wait_ms: float = 2.0  # from the arrival of the oldest waiting request
+    batching: str = "run_to_completion"  # run_to_completion | step_join
+    max_queue: int = 4096  # requests a policy worker lets wait before it holds back the senders
+
+
+@dataclass
+class StreamingStage:
+    """Micro-batches are trained on as they become complete."""
+
+    enabled: bool = False
+
+
+@dataclass
+class TrainingStage:
+    """Rollout goes on while the learner trains and publishes."""
+
+    enabled: bool = False
+    max_staleness: int = 1  # versions between what made a sample and what trains on it
+    correction: str = "decoupled"  # decoupled | truncated | none
+    proximal: str = "recompute"  # recompute | interpolate
+    behave_weight_threshold: float | None = 2.0  # decoupled: drops, truncated: cuts, what is further from the behaviour
+
+
+@dataclass
+class StagesConfig:
+    interaction: InteractionStage = field(default_factory=InteractionStage)
+    streaming: StreamingStage = field(default_factory=StreamingStage)
+    training: TrainingStage = field(default_factory=TrainingStage)
+
+
+@dataclass
 class VLA3Config:
     profile: str = "auto"
     seed: int = 0
@@ -84,6 +122,7 @@ class VLA3Config:
     env: EnvConfig = field(default_factory=EnvConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    stages: StagesConfig = field(default_factory=StagesConfig)
     keep_checkpoints: int = 2
     parity_tolerance: float = 1e-4  # rollout against learner log-probs at the start of a run
 
@@ -94,18 +133,25 @@ _CHOICES = {
     "algorithm.loss_type": ("actor", "actor_critic"),
     "algorithm.bootstrap_type": ("standard", "always"),
     "algorithm.kl_penalty": ("k1", "k2", "k3"),
+    "algorithm.advantage_statistics": ("batch", "previous"),
+    "algorithm.mini_batches": ("samples", "episodes"),
     "evaluation.mode": ("ode", "both"),
+    "stages.interaction.batching": ("run_to_completion", "step_join"),
+    "stages.training.correction": ("decoupled", "truncated", "none"),
+    "stages.training.proximal": ("recompute", "interpolate"),
 }
 _POSITIVE = (
     "env.workers",
-    "env.processes",
-    "env.slots_per_process",
+    "env.shards_per_worker",
+    "env.envs_per_shard",
     "env.timeout_s",
     "env.deadline_s",
     "algorithm.group_size",
     "algorithm.update_epoch",
     "algorithm.num_mini_batches",
     "evaluation.episodes_per_task",
+    "stages.interaction.max_batch_size",
+    "stages.interaction.max_queue",
     "keep_checkpoints",
     "parity_tolerance",
 )

@@ -70,8 +70,8 @@ def line(gaussian):
     return [
         "vla3.env.name=toy",
         "~vla3.env.options.task",
-        "vla3.env.processes=2",
-        "vla3.env.slots_per_process=3",
+        "vla3.env.shards_per_worker=2",
+        "vla3.env.envs_per_shard=3",
         f"actor_rollout_ref.model.path={gaussian}",
         "actor_rollout_ref.model.options={}",
         "actor_rollout_ref.actor.optim.lr=1e-2",

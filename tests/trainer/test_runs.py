@@ -70,8 +70,8 @@ def _policy(directory: Path, step: int):
 def test_number_of_workers_does_not_change_what_is_learned_from(whole, launch, line, tmp_path):
     """Noise and initial states belong to the episode: three workers collect what one does."""
     run = launch(
-        tmp_path / "run", *line, "trainer.total_training_steps=1", "vla3.env.workers=3", "vla3.env.processes=1",
-        "vla3.env.slots_per_process=1", "trainer.val_before_train=false",
+        tmp_path / "run", *line, "trainer.total_training_steps=1", "vla3.env.workers=3", "vla3.env.shards_per_worker=1",
+        "vla3.env.envs_per_shard=1", "trainer.val_before_train=false",
     )  # fmt: skip
     assert run.status == 0, run.output[-3000:]
     # batches of another make-up round differently; another sample would differ in the first digits

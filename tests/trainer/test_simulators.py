@@ -24,7 +24,7 @@ def check(run):
 @needs("mani_skill")
 def test_maniskill_recipe_trains_a_step_in_the_simulator(launch, tmp_path):
     run = launch(
-        tmp_path / "run", "data.train_batch_size=8", "vla3.env.slots_per_process=2", "trainer.total_training_steps=1",
+        tmp_path / "run", "data.train_batch_size=8", "vla3.env.envs_per_shard=2", "trainer.total_training_steps=1",
         "vla3.evaluation.episodes_per_task=2", "trainer.save_freq=1", "trainer.test_freq=-1",
     )  # fmt: skip
     check(run)

@@ -189,7 +189,7 @@ def check_fit(
         return None
     if need <= available:
         return f"{sum_text}: it fits with little to spare"
-    levers = "vla3.env.processes or vla3.env.workers" if where == "host" else "the micro-batch"
+    levers = "vla3.env.shards_per_worker or vla3.env.workers" if where == "host" else "the micro-batch"
     raise MemoryFitError(
         f"{sum_text}: it does not fit. Where it goes:\n{format_estimate(result)}\nLower {levers}, or the policy's size."
     )

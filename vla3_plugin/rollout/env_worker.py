@@ -39,7 +39,7 @@ class VideoRequest:
 
 
 class EnvWorker:
-    """``env``: name, processes, slots_per_process, python, timeout_s, options (see ``config.EnvConfig``)."""
+    """``env``: name, shards_per_worker, envs_per_shard, python, timeout_s, options (see ``config.EnvConfig``)."""
 
     def __init__(self, rank: int, env: dict[str, Any], policy: dict[str, Any], policy_worker: Any, seed: int) -> None:
         import transfer_queue as tq
@@ -54,12 +54,12 @@ class EnvWorker:
             make_env(
                 env["name"],
                 env["options"],
-                num_slots=env["slots_per_process"],
+                num_slots=env["envs_per_shard"],
                 python=env["python"],
                 timeout_s=env["timeout_s"],
                 name=f"{env['name']}/{rank}.{i}",
             )
-            for i in range(env["processes"])
+            for i in range(env["shards_per_worker"])
         ]
         check_env(self.preparer, self.envs[0].spec)
         self.interaction = LockstepInteraction(self.envs, self._prepare, self._act, seed)

@@ -28,9 +28,9 @@ def preflight(config: Any, vla3: VLA3Config) -> tuple[dict[str, Any], list[str]]
     estimate = _memory(config, vla3, policy) if "parameters" in policy else None
     if estimate and estimate["host"] > estimate["available"]:
         faults.append(
-            f"vla3.env.processes: {vla3.env.workers * vla3.env.processes} simulator processes: "
+            f"vla3.env.shards_per_worker: {vla3.env.workers * vla3.env.shards_per_worker} simulator processes: "
             f"the run needs about {estimate['host'] / 1e9:.1f} GB of host memory, {estimate['available'] / 1e9:.1f} GB "
-            f"are available ({memory.format_estimate(estimate)}); lower vla3.env.processes"
+            f"are available ({memory.format_estimate(estimate)}); lower vla3.env.shards_per_worker"
         )
     wanted = requested_profile()
     why = "asked for" if wanted != "auto" else f"{'a' if has_gpu() else 'no'} CUDA device was found"
@@ -41,8 +41,8 @@ def preflight(config: Any, vla3: VLA3Config) -> tuple[dict[str, Any], list[str]]
         "policy": {"path": model.path, **policy},
         "env": {
             "name": vla3.env.name,
-            "slots": vla3.env.workers * vla3.env.processes * vla3.env.slots_per_process,
-            "processes": vla3.env.workers * vla3.env.processes,
+            "slots": vla3.env.workers * vla3.env.shards_per_worker * vla3.env.envs_per_shard,
+            "processes": vla3.env.workers * vla3.env.shards_per_worker,
             **{str(k): v for k, v in vla3.env.options.items()},
         },
         "step": {
@@ -69,7 +69,7 @@ def announce(sections: dict[str, Any], run_dir: Path) -> None:
 
 def _memory(config: Any, vla3: VLA3Config, policy: dict[str, Any]) -> dict[str, Any]:
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    slots = vla3.env.processes * vla3.env.slots_per_process
+    slots = vla3.env.shards_per_worker * vla3.env.envs_per_shard
     estimate = memory.estimate(
         parameters=int(policy["parameters"]),
         trainable=int(policy.get("trainable", policy["parameters"])),
@@ -81,8 +81,8 @@ def _memory(config: Any, vla3: VLA3Config, policy: dict[str, Any]) -> dict[str, 
         checkpointing=config.actor_rollout_ref.model.enable_gradient_checkpointing,
         env=vla3.env.name,
         env_workers=vla3.env.workers,
-        env_processes=vla3.env.processes,
-        slots_per_process=vla3.env.slots_per_process,
+        env_processes=vla3.env.shards_per_worker,
+        slots_per_process=vla3.env.envs_per_shard,
         device=config.trainer.device,
     )
     return estimate | {"available": memory.available_memory().bytes}
