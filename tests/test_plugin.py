@@ -70,8 +70,8 @@ def test_main_ppo_takes_the_same_recipes_and_overrides(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["recipe=vla3_manskill"], "did you mean vla3_maniskill? The known ones are: vla3_libero, vla3_maniskill"),
-        ([], "no recipe was given; use recipe=NAME with one of: vla3_libero"),
+        (["recipe=vla3_manskill"], "did you mean vla3_maniskill? The known ones are: vla3_latency, vla3_libero"),
+        ([], "no recipe was given; use recipe=NAME with one of: vla3_latency"),
         (["recipe=vla3_maniskill", "vla3.env.shards_per_worker=0"], "vla3.env.shards_per_worker: 0, expected more than 0"),
         (["recipe=vla3_maniskill", "+vla3.env.proceses=2"], "proceses"),
         (["recipe=vla3_maniskill", "vla3.algorithm.gamma=high"], "vla3.algorithm.gamma"),

@@ -31,6 +31,7 @@ class EnvConfig:
     workers: int = 1  # env workers (Ray actors)
     shards_per_worker: int = 2  # simulator processes of one worker; each steps on its own
     envs_per_shard: int = 1  # environments in one simulator process; they step together
+    pipeline_stage_num: int = 1  # parts of a worker's shards that take turns with the policy (synchronous interaction)
     python: str | None = None  # another interpreter for the simulator
     timeout_s: float = 120.0  # one reset or one chunk step
     deadline_s: float = 1800.0  # all episodes of one step or evaluation
@@ -144,6 +145,7 @@ _POSITIVE = (
     "env.workers",
     "env.shards_per_worker",
     "env.envs_per_shard",
+    "env.pipeline_stage_num",
     "env.timeout_s",
     "env.deadline_s",
     "algorithm.group_size",
@@ -202,6 +204,7 @@ def parse(node: DictConfig) -> VLA3Config:
         raise ConfigError(faults)
     config: VLA3Config = OmegaConf.to_object(OmegaConf.merge(schema, known))  # type: ignore[assignment]
     faults = _range_faults(config) + _algorithm_faults(config.algorithm)
+    faults += [] if faults else _stage_faults(config)
     if faults:
         raise ConfigError(faults)
     return config
@@ -223,6 +226,64 @@ def _range_faults(config: VLA3Config) -> list[str]:
             faults.append(f"vla3.{path}: {_get(config, path)!r}, expected one of {', '.join(choices)}{hint}")
     faults += [f"vla3.{p}: {_get(config, p)}, expected more than 0" for p in _POSITIVE if not _get(config, p) > 0]
     faults += [f"vla3.{p}: {_get(config, p)}, expected 0 to 1" for p in _UNIT if not 0 <= _get(config, p) <= 1]
+    return faults
+
+
+def _stage_faults(config: VLA3Config) -> list[str]:
+    faults = []
+    stages, algorithm, env = config.stages, config.algorithm, config.env
+    if stages.interaction.max_wait_ms < 0:
+        faults.append(f"vla3.stages.interaction.max_wait_ms: {stages.interaction.max_wait_ms}, expected 0 or more")
+    if stages.interaction.max_queue < stages.interaction.max_batch_size:
+        faults.append(
+            f"vla3.stages.interaction.max_queue: {stages.interaction.max_queue}, expected at least max_batch_size = "
+            f"{stages.interaction.max_batch_size}"
+        )
+    if env.pipeline_stage_num > env.shards_per_worker:
+        faults.append(
+            f"vla3.env.pipeline_stage_num: {env.pipeline_stage_num}, expected at most vla3.env.shards_per_worker = "
+            f"{env.shards_per_worker}"
+        )
+    if stages.training.max_staleness < 0:
+        faults.append(f"vla3.stages.training.max_staleness: {stages.training.max_staleness}, expected 0 or more")
+    if stages.training.behave_weight_threshold is not None and stages.training.behave_weight_threshold <= 0:
+        faults.append(
+            f"vla3.stages.training.behave_weight_threshold: {stages.training.behave_weight_threshold}, expected more "
+            "than 0, or null for no bound"
+        )
+    return faults + (_streaming_faults(algorithm) if stages.streaming.enabled else [])
+
+
+def _streaming_faults(a: AlgorithmConfig) -> list[str]:
+    """What would need the whole batch before its first micro-batch."""
+    faults = []
+    if a.adv_type == "gae" and a.normalize_advantages and a.advantage_statistics == "batch":
+        faults.append(
+            "vla3.algorithm.advantage_statistics: 'batch' with vla3.stages.streaming.enabled, expected 'previous': the "
+            "mean and deviation of a batch are not known while it arrives"
+        )
+    if a.num_mini_batches > 1 and a.mini_batches == "samples":
+        faults.append(
+            "vla3.algorithm.mini_batches: 'samples' with vla3.stages.streaming.enabled and num_mini_batches = "
+            f"{a.num_mini_batches}, expected 'episodes': samples that have not arrived cannot be shuffled"
+        )
+    levels = {parse_level(a.logprob_type, key="logprob_type")}
+    if a.loss_type == "actor_critic":
+        levels.add(parse_level(a.reward_type, key="reward_type"))
+    if a.entropy_bonus != 0:
+        levels.add(parse_level(a.entropy_type, key="entropy_type"))
+    if "chunk" in levels and len(levels) > 1:  # tokens and actions stand in a fixed ratio
+        faults.append(
+            f"vla3.algorithm.logprob_type: {a.logprob_type!r} with reward_type {a.reward_type!r} and entropy_type "
+            f"{a.entropy_type!r} and vla3.stages.streaming.enabled: the terms of the loss would be divided by counts "
+            "whose ratio is known only at the end; give them one level, or turn streaming off"
+        )
+    if a.loss_type == "actor_critic" and (a.filter_rewards or a.length_normalization):
+        key = "filter_rewards" if a.filter_rewards else "length_normalization"
+        faults.append(
+            f"vla3.algorithm.{key}: true with loss_type 'actor_critic' and vla3.stages.streaming.enabled: the policy "
+            "and the value would be divided by counts whose ratio is known only at the end; turn one of them off"
+        )
     return faults
 
 

@@ -11,13 +11,13 @@ from vla3_plugin.envs import registry
 
 def test_the_built_in_simulators_are_known_without_installation(monkeypatch):
     monkeypatch.setattr(registry, "entry_points", lambda group: [])
-    assert registry.env_names() == ["libero", "maniskill"]
+    assert registry.env_names() == ["latency", "libero", "maniskill"]
     assert registry.env_target("maniskill") == "vla3_plugin.envs.maniskill:ManiSkillEnv"
 
 
 def test_a_third_partys_entry_point_is_found(monkeypatch):
     monkeypatch.setattr(registry, "entry_points", lambda group: [EntryPoint("maze", "maze_sim:MazeEnv", group)])
-    assert registry.env_names() == ["libero", "maniskill", "maze"]
+    assert registry.env_names() == ["latency", "libero", "maniskill", "maze"]
     assert registry.env_target("maze") == "maze_sim:MazeEnv"
 
 

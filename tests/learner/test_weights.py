@@ -58,14 +58,15 @@ def test_a_partial_publication_is_refused():
 @pytest.mark.parametrize("change", ["missing", "unexpected", "shape"])
 def test_a_replica_keeps_its_version_when_the_parameters_do_not_fit(change):
     import asyncio
-    from concurrent.futures import ThreadPoolExecutor
 
     from vla3_plugin.policies.serve import ServedPolicy
+    from vla3_plugin.rollout.inference_lane import DirectLane
     from vla3_plugin.rollout.policy_worker import PolicyServer
+    from vla3_plugin.telemetry.timeline import Timeline
 
     server = PolicyServer.__new__(PolicyServer)
-    server.lane = ThreadPoolExecutor(1)
-    server.served = ServedPolicy(torch.nn.Linear(2, 3), version=7)
+    server.served, server.timeline = ServedPolicy(torch.nn.Linear(2, 3), version=7), Timeline("policy0")
+    server.lane = DirectLane(server.served, server.timeline)
     state = {k: v + 1 for k, v in server.served.policy.state_dict().items()}
     if change == "missing":
         del state["bias"]

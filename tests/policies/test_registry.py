@@ -61,7 +61,7 @@ def test_a_third_party_family_is_found_through_its_entry_point(monkeypatch):
         name, value = "broken", "no_such_package_here:Policy"
 
     monkeypatch.setattr(registry, "entry_points", lambda group: [Entry, Broken])
-    assert policy_names() == ["broken", "pi0", "theirs"]
+    assert policy_names() == ["broken", "latency", "pi0", "theirs"]
     assert policy_class("theirs").__name__ == "OrderedDict"
     with pytest.raises(ValueError, match="'broken'.*no_such_package_here.*does not load: ModuleNotFoundError"):
         policy_class("broken")

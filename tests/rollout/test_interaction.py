@@ -5,7 +5,8 @@ import pytest
 from toy_env import ToyEnv
 
 from vla3_plugin.contract import Episode
-from vla3_plugin.rollout.interaction import LockstepInteraction
+from vla3_plugin.rollout.episodes import Assignment, EpisodeQueue
+from vla3_plugin.rollout.interaction import Interaction
 
 
 def prepare(observations):
@@ -26,10 +27,11 @@ def act(inputs, keys, mode):
 
 def play(env_count, slots, episodes=11, mode="train", **options):
     envs = [ToyEnv(num_slots=slots, max_steps=10, **options) for _ in range(env_count)]
-    interaction = LockstepInteraction(envs, prepare, act, seed=3)
+    interaction = Interaction(envs, prepare, act, seed=3)
     plan = [Episode(i, i % 2, 0, 100 + i, i) for i in range(episodes)]
     try:
-        return {t.episode.episode_id: t for t in interaction.run(plan, mode, frozenset({2}))}
+        source = EpisodeQueue([Assignment(e, mode, True, e.episode_id == 2) for e in plan], closed=True)
+        return {t.episode.episode_id: t for _, t in interaction.run(source)}
     finally:
         interaction.close()
 

@@ -187,21 +187,53 @@ def _bootstrap_values(final_values: Tensor | None, valid: Tensor, level: str) ->
     )
 
 
+@dataclass(frozen=True)
+class Moments:
+    """Count, sum and sum of squares (float64) of a set of numbers; sets are joined by adding them."""
+
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+
+    @classmethod
+    def of(cls, x: Tensor, mask: Tensor) -> Moments:
+        picked = x[mask.expand_as(x)].double()
+        return cls(picked.numel(), float(picked.sum()), float(picked.square().sum()))
+
+    def __add__(self, other: Moments) -> Moments:
+        return Moments(self.count + other.count, self.total + other.total, self.squares + other.squares)
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count
+
+    @property
+    def std(self) -> float:
+        """Unbiased over the count."""
+        return max(0.0, (self.squares - self.count * self.mean**2) / (self.count - 1)) ** 0.5
+
+
+@torch.no_grad()
+def normalise(x: Tensor, mask: Tensor, mean: float, std: float, eps: float = 1e-8) -> Tensor:
+    """(x − mean) / (std + eps) under ``mask`` (broadcastable bool), zero elsewhere. With a streaming learner mean and
+    std are those of an earlier batch, because this one's are not known before it is complete.
+    """
+    white = (x.double() - mean) / (std + eps)
+    return torch.where(mask.expand_as(x), white, 0.0).to(x.dtype)
+
+
 @torch.no_grad()
 def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
-    """(x − mean) / (std + eps) over the elements under ``mask`` (broadcastable bool), zero elsewhere.
+    """``normalise`` by the mean and the unbiased standard deviation of the elements under ``mask`` themselves.
 
-    The variance is unbiased over the valid count. With ``shift_mean`` false only the scale changes. Mean and
-    std are the whole batch's: with a streaming learner they are not known before the batch is complete.
+    With ``shift_mean`` false only the scale changes.
     """
     mask = mask.expand_as(x)
     count = int(mask.sum())
     if count < 2:
         raise ValueError(f"whitening needs at least 2 valid elements, got {count}")
     picked = x[mask].double()
-    mean, std = picked.mean(), picked.std()
-    white = (x.double() - (mean if shift_mean else 0.0)) / (std + eps)
-    return torch.where(mask, white, 0.0).to(x.dtype)
+    return normalise(x, mask, float(picked.mean()) if shift_mean else 0.0, float(picked.std()), eps)
 
 
 def trajectory_returns(rewards: Tensor, valid: Tensor) -> Tensor:

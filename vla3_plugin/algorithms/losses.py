@@ -235,6 +235,15 @@ def interpolate_proximal(*, logprob: Tensor, behaviour_logprob: Tensor, version:
     return behaviour_logprob + age / (age + 1.0) * (logprob - behaviour_logprob)
 
 
+@torch.no_grad()
+def truncated_weights(proximal: Tensor, behaviour: Tensor, mask: Tensor, threshold: float | None) -> Tensor:
+    """min(threshold, proximal / behaviour), from log-probs: the truncated importance weight of V-trace (Espeholt et
+    al. 2018, eq. 1). 1 where ``mask`` is false.
+    """
+    weight = _log_ratio(proximal, behaviour, mask, None, None).exp()
+    return weight if threshold is None else weight.clamp(max=threshold)
+
+
 def value_loss(
     *,
     values: Tensor,

@@ -11,6 +11,7 @@ from vla3_plugin.envs.process import EnvProcess
 
 GROUP = "vla3.envs"
 BUILT_IN = {
+    "latency": "vla3_plugin.envs.latency:LatencyEnv",
     "libero": "vla3_plugin.envs.libero:LiberoEnv",
     "maniskill": "vla3_plugin.envs.maniskill:ManiSkillEnv",
 }

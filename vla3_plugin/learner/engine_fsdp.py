@@ -20,6 +20,7 @@ from verl.workers.engine.utils import detach_tree
 
 from vla3_plugin.learner import fields
 from vla3_plugin.learner.model_config import ModelCard
+from vla3_plugin.learner.streamed_counts import StreamedCounts
 
 
 @EngineRegistry.register(model_type="vla_policy", backend=["fsdp", "fsdp2"], device=["cuda", "npu", "cpu"])
@@ -91,11 +92,43 @@ class VLAFSDPEngine(FSDPEngine):
             outputs.append(meta)
         return _merge(outputs)
 
+    def accumulate(self, data: TensorDict, loss_function: Any, *, first: bool, last: bool) -> dict[str, Any]:
+        """One streamed micro-batch of a mini-batch whose size is not known yet.
+
+        Losses are added up as sums; after the ``last`` micro-batch there is one reduction, the gradient is divided by
+        the total count, and the optimizer takes its step. The result is the gradient of the whole mini-batch, whatever
+        the sizes and the order of the micro-batches (up to rounding).
+
+        Raises:
+            ValueError: the terms of the loss are counted in different units, so that no single division is right.
+        """
+        if first:
+            self.optimizer_zero_grad()
+            self._streamed = StreamedCounts()
+        self.module.train()
+        data = fields.densify(data)
+        tu.assign_non_tensor(data, **self._streamed.add(loss_function.counts(data)))
+        with torch.enable_grad(), self._gradient_sync_context(is_last_micro_batch=last):
+            loss, meta = self.forward_step(data, loss_function, forward_only=False)
+            loss.backward() if self.scaler is None else self.scaler.scale(loss).backward()
+        if last:
+            total = self._sum_over_ranks({"policy": self._streamed.policy})["policy"]
+            if total > 0:
+                for parameter in self.module.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.div_(total)
+                meta["metrics"]["grad_norm"] = self.optimizer_step()
+            self.optimizer_zero_grad()
+        return meta
+
     def _global_counts(self, local: dict[str, float]) -> dict[str, float]:
+        return {f"{name}_count": max(count, 1.0) for name, count in self._sum_over_ranks(local).items()}
+
+    def _sum_over_ranks(self, local: dict[str, float]) -> dict[str, float]:
         names = sorted(local)
         counts = torch.tensor([local[name] for name in names], dtype=torch.float64).to(get_device_id())
         torch.distributed.all_reduce(counts, group=self.get_data_parallel_group())
-        return {f"{name}_count": max(count, 1.0) for name, count in zip(names, counts.tolist(), strict=True)}
+        return dict(zip(names, counts.tolist(), strict=True))
 
     def forward_step(
         self, micro_batch: TensorDict, loss_function: Any, forward_only: bool

@@ -18,6 +18,7 @@ RETURNS = "returns"  # like VALUE
 POLICY_MASK = "loss_mask"  # [N, L] bool as float; verl's engines expect this name
 VALUE_MASK = "value_mask"  # like VALUE
 STEP_MASK = "valid"  # [N, C]
+VERSION = "version" + SCALAR  # [N, 1] what made the sample
 REF_LOGPROB = "ref_logprob"  # [N, C, D]
 LEARNER_LOGPROB = "learner_logprob"  # [N, C, D] forward-only output of the learner
 LEARNER_ENTROPY = "learner_entropy"

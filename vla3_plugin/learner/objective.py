@@ -4,7 +4,7 @@ Pickled once to the learner's ranks; every term is divided by a count over the w
 neither micro-batches of unequal size nor ranks with unequal numbers of valid steps change the gradient.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,23 +12,26 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from vla3_plugin.algorithms import granularity, losses
-from vla3_plugin.config import AlgorithmConfig
+from vla3_plugin.config import AlgorithmConfig, TrainingStage
 from vla3_plugin.learner import fields
 
 
 @dataclass
 class Objective:
-    """What ``vla3.algorithm`` asks for, as a loss function of verl's engines."""
+    """What ``vla3.algorithm`` and ``vla3.stages.training`` ask for, as a loss function of verl's engines."""
 
     algorithm: AlgorithmConfig
+    training: TrainingStage = field(default_factory=TrainingStage)
 
     def counts(self, data: TensorDict) -> dict[str, float]:
-        """This rank's share of what the sums are divided by."""
-        return {
-            "policy": float(data[fields.POLICY_MASK].sum()),
-            "value": float(data[fields.VALUE_MASK].sum()),
-            "entropy": float(self._entropy_mask(data).sum()),
-        }
+        """This rank's share of what the sums are divided by, for the terms that the loss has."""
+        a = self.algorithm
+        counts = {"policy": data[fields.POLICY_MASK].sum()}
+        if a.loss_type == "actor_critic":
+            counts["value"] = data[fields.VALUE_MASK].sum()
+        if a.entropy_bonus != 0:
+            counts["entropy"] = self._entropy_mask(data).sum()
+        return {name: float(count) for name, count in counts.items()}
 
     def _entropy_mask(self, data: TensorDict, token_dim: int | None = None) -> Tensor:
         level = granularity.parse_level(self.algorithm.entropy_type, key="entropy_type")
@@ -40,7 +43,6 @@ class Objective:
     ) -> tuple[Tensor, dict[str, float]]:
         a = self.algorithm
         valid = data[fields.STEP_MASK].bool()
-        counts = {name: data[f"{name}_count"] for name in ("policy", "value", "entropy")}
         logprob = granularity.aggregate_logprob(model_output["logprob"], valid, logprob_type=a.logprob_type)
         old = granularity.aggregate_logprob(data[fields.LOGPROB], valid, logprob_type=a.logprob_type)
         weights = data[fields.POLICY_MASK]
@@ -52,20 +54,9 @@ class Objective:
             chunk_size=valid.shape[1],
             token_dim=data[fields.LOGPROB].shape[-1],
         )
-        policy = losses.policy_loss(
-            logprob=logprob,
-            old_logprob=old,
-            advantages=advantages,
-            mask=mask,
-            weights=weights,
-            clip_ratio_low=a.clip_ratio_low,
-            clip_ratio_high=a.clip_ratio_high,
-            clip_ratio_c=a.clip_ratio_c,
-            clip_log_ratio_min=a.clip_log_ratio_min,
-            clip_log_ratio_max=a.clip_log_ratio_max,
-        )
-        loss = policy.total / counts["policy"]
-        metrics = policy.metrics() | {"policy_loss": loss.item()}
+        policy = self._policy_term(data, logprob, old, advantages)
+        loss = policy.total / data["policy_count"]
+        metrics = policy.metrics() | {"policy_loss": policy.mean().item()}
         if a.loss_type == "actor_critic":
             value = losses.value_loss(
                 values=_wide(model_output["value"]),
@@ -75,22 +66,21 @@ class Objective:
                 value_clip=a.value_clip,
                 huber_delta=a.huber_delta,
             )
-            term = value.total / counts["value"]
-            loss = loss + a.value_coef * term
-            metrics |= value.metrics() | {"value_loss": term.item()}
+            loss = loss + a.value_coef * value.total / data["value_count"]
+            metrics |= value.metrics() | {"value_loss": value.mean().item()}
         else:
             # the value head must stay in the graph: FSDP waits for a gradient of every parameter it gathered
             loss = loss + 0.0 * model_output["value"].sum()
         if a.kl_beta > 0:
             ref = granularity.aggregate_logprob(data[fields.REF_LOGPROB], valid, logprob_type=a.logprob_type)
             kl = losses.kl_loss(logprob=logprob, ref_logprob=ref, mask=mask, kind=a.kl_penalty, weights=weights)
-            loss = loss + a.kl_beta * kl.total / counts["policy"]
+            loss = loss + a.kl_beta * kl.total / data["policy_count"]
             metrics |= kl.metrics()
         entropy = granularity.aggregate_entropy(model_output["entropy"], valid, entropy_type=a.entropy_type)
         bonus = losses.entropy_bonus(entropy=entropy, mask=self._entropy_mask(data))
         metrics |= bonus.metrics()
         if a.entropy_bonus != 0:
-            loss = loss - a.entropy_bonus * bonus.total / counts["entropy"]
+            loss = loss - a.entropy_bonus * bonus.total / data["entropy_count"]
         if not torch.isfinite(loss):
             raise FloatingPointError(
                 "the loss is not finite: "
@@ -98,6 +88,54 @@ class Objective:
                 + "; lower actor_rollout_ref.actor.optim.lr or raise the policy's noise_level"
             )
         return loss, {name: float(value) for name, value in metrics.items()}
+
+    def _policy_term(self, data: TensorDict, logprob: Tensor, behaviour: Tensor, advantages: Tensor) -> losses.LossSum:
+        """The clipped surrogate, around the behaviour policy or, for samples of an older version, a proximal one."""
+        a, t = self.algorithm, self.training
+        weights = data[fields.POLICY_MASK]
+        shared = dict(
+            logprob=logprob,
+            advantages=advantages,
+            mask=weights > 0,
+            clip_ratio_low=a.clip_ratio_low,
+            clip_ratio_high=a.clip_ratio_high,
+            clip_ratio_c=a.clip_ratio_c,
+            clip_log_ratio_min=a.clip_log_ratio_min,
+            clip_log_ratio_max=a.clip_log_ratio_max,
+        )
+        if not t.enabled or t.correction == "none":
+            return losses.policy_loss(**shared, old_logprob=behaviour, weights=weights)
+        proximal = self._proximal(data, logprob.detach(), behaviour)
+        threshold = t.behave_weight_threshold
+        if t.correction == "decoupled":
+            return losses.decoupled_policy_loss(
+                **shared,
+                proximal_logprob=proximal,
+                behaviour_logprob=behaviour,
+                behave_weight_threshold=threshold,
+                weights=weights,
+            )
+        behave = losses.truncated_weights(proximal, behaviour, weights > 0, threshold)
+        return losses.policy_loss(**shared, old_logprob=proximal, weights=weights * behave)
+
+    def _proximal(self, data: TensorDict, logprob: Tensor, behaviour: Tensor) -> Tensor:
+        """Log-probs of the policy around which the ratio is clipped: the learner's before this step's updates.
+
+        A sample of the learner's own version carries them already. For the others they were recomputed before the
+        updates (``learner_logprob``); a streamed micro-batch that is seen for the first time has them in hand.
+        """
+        now, version = int(data["learner_version"]), data[fields.VERSION].flatten()
+        if self.training.proximal == "interpolate":
+            return losses.interpolate_proximal(
+                logprob=logprob, behaviour_logprob=behaviour, version=version, version_now=now
+            )
+        recomputed = logprob
+        if fields.LEARNER_LOGPROB in data.keys():
+            recomputed = granularity.aggregate_logprob(
+                data[fields.LEARNER_LOGPROB], data[fields.STEP_MASK].bool(), logprob_type=self.algorithm.logprob_type
+            )
+        fresh = (version >= now).view(-1, *[1] * (logprob.dim() - 1))
+        return torch.where(fresh, behaviour, recomputed)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ On GPUs the recipes use verl's own backends (nccl); this one exists because all 
 publication carries its version, its parameter count and a checksum; a receiver yields nothing it has not verified.
 """
 
+import asyncio
 import json
 import socket
 import zlib
@@ -116,19 +117,28 @@ class GlooCheckpointEngine(CheckpointEngine):
         self.group.broadcast([tensor], options).wait()
         return tensor
 
+    # Packing reads the weights and must be done before the next call of this process changes them. Sending and
+    # receiving only wait for the network, on a thread, so that gradients and inference go on.
+
     async def send_weights(self, weights, global_steps: int | None = None) -> dict[str, float]:
         manifest, buffer = pack(weights, -1 if global_steps is None else global_steps)
         if self.group is None:
             return {}
+        await asyncio.to_thread(self._send, manifest, buffer)
+        return {"weights/bytes": float(buffer.numel()), "weights/tensors": float(manifest["count"])}
+
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, Tensor], None]:
+        for name, tensor in await asyncio.to_thread(self._receive, global_steps):
+            yield name, tensor
+
+    def _send(self, manifest: dict[str, Any], buffer: Tensor) -> None:
         header = torch.frombuffer(bytearray(json.dumps(manifest).encode()), dtype=torch.uint8)
         self._broadcast(torch.tensor([header.numel(), buffer.numel()]))
         self._broadcast(header)
         self._broadcast(buffer)
-        return {"weights/bytes": float(buffer.numel()), "weights/tensors": float(manifest["count"])}
 
-    async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, Tensor], None]:
+    def _receive(self, version: int | None) -> list[tuple[str, Tensor]]:
         sizes = self._broadcast(torch.zeros(2, dtype=torch.int64)).tolist()
         header = self._broadcast(torch.empty(sizes[0], dtype=torch.uint8))
         buffer = self._broadcast(torch.empty(sizes[1], dtype=torch.uint8))
-        for name, tensor in unpack(json.loads(header.numpy().tobytes()), buffer, global_steps):
-            yield name, tensor
+        return unpack(json.loads(header.numpy().tobytes()), buffer, version)

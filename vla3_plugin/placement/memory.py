@@ -29,6 +29,7 @@ class EnvCost:
 ENV_COSTS = {
     "libero": EnvCost(2000 * MB, 900 * MB),
     "maniskill": EnvCost(800 * MB, 4 * MB),
+    "latency": EnvCost(50 * MB, 1 * MB),
 }
 # A simulator this table does not know (a third party's) is counted as the dearer of the two, and the part says so.
 _UNKNOWN_ENV = ENV_COSTS["libero"]

@@ -21,9 +21,9 @@ from transformers import PI0Config, PI0ForConditionalGeneration
 from transformers.cache_utils import Cache
 
 from vla3_plugin.contract import Observation
-from vla3_plugin.policies import flow, pi0_files
+from vla3_plugin.policies import flow, pi0_files, pi0_sampling
 from vla3_plugin.policies.base import ActionChunk, NoiseKey, VLAPolicy
-from vla3_plugin.policies.noise import keyed_generator
+from vla3_plugin.policies.chains import Chains, run_chains
 from vla3_plugin.policies.pi0_config import LORA_TARGETS, PI0PolicyConfig
 from vla3_plugin.policies.pi0_modules import (
     DoubleTimestepEmbeddings,
@@ -143,69 +143,33 @@ class PI0Policy(VLAPolicy):
         """What the network computes in; under FSDP's mixed precision, what its parameters are gathered in."""
         return self.pi0.action_out_proj.weight.dtype
 
-    # sampling
+    # sampling: the parts are in ``pi0_sampling``
 
-    @torch.no_grad()
     def act(
         self, inputs: dict[str, Tensor], noise_keys: Sequence[NoiseKey], mode: Literal["train", "eval"]
     ) -> ActionChunk:
-        if mode not in ("train", "eval"):
-            raise ValueError(f"mode is {mode!r}, expected train or eval")
-        if len(noise_keys) != len(inputs["state"]):
-            raise ValueError(f"{len(noise_keys)} noise keys for a batch of {len(inputs['state'])}")
-        policy, device = self.policy, next(self.parameters()).device
-        inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}
-        x, noise, sde_step = self._draw(noise_keys, mode)
-        x, noise = x.to(device), noise.to(device)
-        prefix = self.encode(inputs)
-        chain, logprob = [x], torch.zeros_like(self._executed(x))
-        for k in range(policy.num_steps):
-            v = self.velocity(prefix, x, self._time(k, len(x), device))
-            if mode == "eval":
-                stochastic: bool | Tensor = False
-            else:
-                stochastic = True if policy.sde_mode == "joint" else (sde_step == k).to(device)
-            mean, std = self._transition(x, v, k, stochastic)
-            x = mean + std * noise[:, k if policy.sde_mode == "joint" else 0]
-            chain.append(x)
-            logprob += flow.elementwise_logprob(
-                self._executed(x), self._executed(mean), self._executed(std), require_density=False
-            )
-        if policy.sde_mode == "joint" and policy.joint_reduction == "mean":
-            logprob /= self._stochastic_steps
-        actions = self.processing.env_actions(self._executed(x))
-        trace = {"chain": torch.stack(chain, 1), "sde_step": sde_step.to(device)} if mode == "train" else {}
-        return ActionChunk(actions, logprob, self.value(prefix), trace)
+        return run_chains(self, inputs, noise_keys, mode)
+
+    @property
+    def num_denoising_steps(self) -> int:
+        return self.policy.num_steps
+
+    @torch.no_grad()
+    def begin(
+        self, inputs: dict[str, Tensor], noise_keys: Sequence[NoiseKey], mode: Literal["train", "eval"]
+    ) -> Chains:
+        return pi0_sampling.begin(self, inputs, noise_keys, mode)
+
+    @torch.no_grad()
+    def denoise(self, chains: Chains) -> None:
+        pi0_sampling.denoise(self, chains)
+
+    @torch.no_grad()
+    def finish(self, chains: Chains) -> ActionChunk:
+        return pi0_sampling.finish(self, chains)
 
     def _draw(self, keys: Sequence[NoiseKey], mode: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Initial noise [B, H, A], noise of the stochastic steps [B, 1 or K, H, A], and which step [B] (-1: all).
-
-        The initial noise is drawn first, so that it is the same in both modes. float32, on the CPU.
-        """
-        policy, shape = self.policy, (self.config.chunk_size, self.config.max_action_dim)
-        if mode == "train" and self._stochastic_steps == 0:
-            raise ValueError(
-                f"policy.noise_level is {policy.noise_level} with {policy.method} and {policy.num_steps} steps: "
-                "no step is stochastic, so there is no likelihood to train on; raise policy.noise_level"
-            )
-        joint = policy.sde_mode == "joint"
-        first, later, steps = [], [], []
-        for key in keys:
-            generator = keyed_generator(key)
-            first.append(torch.randn(shape, generator=generator))
-            if mode == "eval":
-                steps.append(-1)
-                later.append(torch.zeros(policy.num_steps if joint else 1, *shape))
-                continue
-            steps.append(
-                -1
-                if joint
-                else flow.draw_sde_step(
-                    generator, policy.num_steps, noise_level=policy.noise_level, method=policy.method
-                )
-            )
-            later.append(torch.randn((policy.num_steps if joint else 1, *shape), generator=generator))
-        return torch.stack(first), torch.stack(later), torch.tensor(steps)
+        return pi0_sampling.draw(self, keys, mode)
 
     @property
     def _stochastic_steps(self) -> int:

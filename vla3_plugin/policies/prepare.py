@@ -13,7 +13,10 @@ from vla3_plugin.policies.registry import checkpoint_path, load_policy, load_pro
 
 def load_preparer(path: str | Path, **options: Any) -> Any:
     """Something with ``prepare(observations)``: the processing record where there is one, else the whole policy."""
-    if str(path) in PRESETS or "processing" in options or (checkpoint_path(path) / FILE).is_file():
+    preset = None if Path(path).is_dir() else PRESETS.get(str(path))
+    if preset is not None and not preset.needs_processing:
+        return load_policy(path, **options)
+    if preset is not None or "processing" in options or (checkpoint_path(path) / FILE).is_file():
         return load_processing(path, **options)
     return load_policy(path, **options)
 

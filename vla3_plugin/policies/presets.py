@@ -26,6 +26,7 @@ class Preset:
 
     ``words`` non-empty: the preset brings a word-level tokenizer of its own; empty: one must come with the checkpoint.
     ``sincos_positions``: fresh image position embeddings start as 2-D sines and cosines and not as small noise.
+    ``needs_processing``: false for a family that takes observations as they are, without an environment's record.
     """
 
     family: str
@@ -36,6 +37,7 @@ class Preset:
     max_tokens: int = 48
     words: tuple[str, ...] = ()
     sincos_positions: bool = False
+    needs_processing: bool = True
 
 
 def _pi0_model(
@@ -100,5 +102,11 @@ PRESETS: dict[str, Preset] = {
         image_size=(64, 64),
         max_tokens=24,
         words=tuple(NANO_WORDS),
+    ),
+    "latency": Preset(
+        family="latency",
+        summary="takes a set time to sample and to train, and no processor: for measuring schedules",
+        model={},
+        needs_processing=False,
     ),
 }  # fmt: skip

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 GROUP = "vla3.policies"
 EMBEDDED = PACKAGE / "weights"
-BUILT_IN = {"pi0": "vla3_plugin.policies.pi0:PI0Policy"}  # so that a source tree works without installation
+BUILT_IN = {  # so that a source tree works without installation
+    "pi0": "vla3_plugin.policies.pi0:PI0Policy",
+    "latency": "vla3_plugin.policies.latency:LatencyPolicy",
+}
 
 
 def policy_names() -> list[str]:
@@ -49,7 +52,7 @@ def policy_class(family: str) -> type[VLAPolicy]:
         ) from error
 
 
-def build_policy(preset: str, processing: Processing, **options: Any) -> VLAPolicy:
+def build_policy(preset: str, processing: Processing | None, **options: Any) -> VLAPolicy:
     """A preset with fresh weights. ``options`` go to the family's ``build`` (``seed``, ``model``, policy settings)."""
     if preset not in PRESETS:
         raise ValueError(_unknown("policy preset", preset, list(PRESETS)))
@@ -68,6 +71,8 @@ def load_policy(path_or_preset: str | Path, **options: Any) -> VLAPolicy:
     """
     name = str(path_or_preset)
     if name in PRESETS and not Path(name).is_dir():
+        if not PRESETS[name].needs_processing:
+            return build_policy(name, None, **options)
         if "processing" not in options:
             raise ValueError(
                 f"preset {name!r} has no weights and knows no environment: give `processing` (a processing.json), or a "

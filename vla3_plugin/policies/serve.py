@@ -7,25 +7,61 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from vla3_plugin.policies.base import NoiseKey, VLAPolicy
+from vla3_plugin.policies.base import ActionChunk, NoiseKey, VLAPolicy
+from vla3_plugin.policies.chains import Chains, DenoisingPolicy
+
+Arrays = dict[str, np.ndarray]
 
 
 class ServedPolicy:
-    """``policy`` on ``device`` answering batches as version ``version``; see ``rollout.interaction.Act``."""
+    """``policy`` on ``device`` answering batches as version ``version``; see ``rollout.interaction.Act``.
+
+    ``act`` is a whole batch at once. ``begin``, ``denoise`` and ``finish`` are the same in parts, for a policy whose
+    denoising steps can be shared (``shares_steps``); see ``rollout.denoising``.
+    """
 
     def __init__(self, policy: VLAPolicy, device: Any = "cpu", version: int = -1, name: str = "policy") -> None:
         self.policy, self.device, self.version, self.name = policy.eval().to(device), device, version, name
 
-    def act(self, inputs: dict[str, np.ndarray], noise_keys: Sequence[NoiseKey], mode: str) -> dict[str, np.ndarray]:
+    def act(self, inputs: Arrays, noise_keys: Sequence[NoiseKey], mode: str) -> Arrays:
         """Arrays ``actions``, ``logprob``, ``value``, ``trace.*``, ``version``, a row a request.
 
         Raises:
             FloatingPointError: the network gave a number that is not finite; it never reaches a simulator.
         """
-        tensors = {name: torch.from_numpy(np.array(value)).to(self.device) for name, value in inputs.items()}
         with torch.inference_mode():
-            chunk = self.policy.act(tensors, noise_keys, mode)  # type: ignore[arg-type]
+            chunk = self.policy.act(self._tensors(inputs), noise_keys, mode)  # type: ignore[arg-type]
+        return self._arrays(chunk, noise_keys)
+
+    @property
+    def shares_steps(self) -> bool:
+        return isinstance(self.policy, DenoisingPolicy)
+
+    def begin(self, inputs: Arrays, noise_keys: Sequence[NoiseKey], mode: str) -> Chains:
+        with torch.inference_mode():
+            return self._denoising.begin(self._tensors(inputs), noise_keys, mode)  # type: ignore[arg-type]
+
+    def denoise(self, chains: Chains) -> None:
+        """One step of every row, in place."""
+        with torch.inference_mode():
+            self._denoising.denoise(chains)
+
+    def finish(self, chains: Chains, noise_keys: Sequence[NoiseKey]) -> Arrays:
+        """What ``act`` would have returned and raised for these complete chains, all of one mode."""
+        with torch.inference_mode():
+            chunk = self._denoising.finish(chains)
+        return self._arrays(chunk, noise_keys)
+
+    @property
+    def _denoising(self) -> DenoisingPolicy:
+        return self.policy  # type: ignore[return-value]
+
+    def _tensors(self, inputs: Arrays) -> dict[str, Tensor]:
+        return {name: torch.from_numpy(np.array(value)).to(self.device) for name, value in inputs.items()}
+
+    def _arrays(self, chunk: ActionChunk, noise_keys: Sequence[NoiseKey]) -> Arrays:
         output = {"actions": chunk.actions, "logprob": chunk.logprob, "value": chunk.value}
         output |= {f"trace.{name}": value for name, value in chunk.trace.items()}
         arrays = {name: value.cpu().numpy() for name, value in output.items()}

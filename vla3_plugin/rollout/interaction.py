@@ -1,125 +1,177 @@
-"""The interaction loop: environments and policy in lock step.
+"""The interaction loop: the environments of one shard (or, in lock step, of one worker) and the policy.
 
-Per round every free slot gets its next episode, all running slots are answered by one policy batch, and all simulators
+Per round every free slot gets its next episode, all running slots are answered by the policy, and all simulators
 execute their chunks at the same time. Noise is keyed by episode and chunk, so neither the number of slots nor the order
-in which episodes end changes what an episode samples.
+in which episodes end changes what an episode samples. Synchronous interaction is one loop over all environments of a
+worker; asynchronous interaction is the same loop once a shard, each on a thread of its own.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import NamedTuple
 
 import numpy as np
 
-from vla3_plugin.contract import ChunkResult, Episode, Observation, Trajectory
+from vla3_plugin.contract import ChunkResult, Observation, Trajectory
 from vla3_plugin.envs.base import ChunkEnv
 from vla3_plugin.policies.base import NoiseKey
+from vla3_plugin.rollout.episodes import Assignment, EpisodeQueue, Mode
+from vla3_plugin.telemetry.timeline import Timeline
 
 Arrays = dict[str, np.ndarray]
-Mode = Literal["train", "eval"]
+Slot = tuple[int, int]  # (environment process, slot in it)
 Prepare = Callable[[Sequence[Observation]], Arrays]
 # (inputs, noise keys, mode) -> actions [B, C, A], logprob [B, C, D], value [B, 1 or C], trace.*, version [B]
 Act = Callable[[Arrays, Sequence[NoiseKey], Mode], Arrays]
 
 
+class Finished(NamedTuple):
+    assignment: Assignment
+    trajectory: Trajectory
+
+
 @dataclass
 class _Running:
-    episode: Episode
+    assignment: Assignment
     observation: Observation
     chunks: list[Arrays] = field(default_factory=list)
     frames: list[np.ndarray] = field(default_factory=list)
     success: bool = False
 
+    def key(self, seed: int) -> NoiseKey:
+        return (seed, self.assignment.episode.episode_id, len(self.chunks))
 
-class LockstepInteraction:
-    """Runs assigned episodes over ``envs``; one thread an environment process, so that they step at the same time."""
 
-    def __init__(self, envs: Sequence[ChunkEnv], prepare: Prepare, act: Act, seed: int) -> None:
+class Interaction:
+    """Plays assigned episodes over ``envs``; one thread an environment process, so that they step at the same time."""
+
+    def __init__(
+        self,
+        envs: Sequence[ChunkEnv],
+        prepare: Prepare,
+        act: Act,
+        seed: int,
+        timeline: Timeline | None = None,
+        lane: str = "shard 0",
+    ) -> None:
         self.envs, self.prepare, self.act, self.seed = envs, prepare, act, seed
+        self.timeline, self.lane = timeline or Timeline("env"), lane
         self.slots = [(e, s) for s in range(max(env.num_slots for env in envs)) for e in range(len(envs))]
         self.slots = [(e, s) for e, s in self.slots if s < envs[e].num_slots]
-        self.threads = ThreadPoolExecutor(max_workers=len(envs), thread_name_prefix="env")
+        self.threads = ThreadPoolExecutor(max_workers=len(envs), thread_name_prefix="env") if len(envs) > 1 else None
 
-    def run(
-        self, episodes: Iterable[Episode], mode: Mode, record: frozenset[int] = frozenset()
-    ) -> Iterable[Trajectory]:
-        """Yield trajectories as they finish. ``record``: ids of episodes whose images are kept for a video."""
-        waiting = deque(episodes)
-        running: dict[tuple[int, int], _Running] = {}
+    def run(self, source: EpisodeQueue) -> Iterator[Finished]:
+        """Yield episodes as they finish, until ``source`` is closed and empty."""
+        running: dict[Slot, _Running] = {}
         truncated: list[tuple[_Running, Observation]] = []
-        while waiting or running or truncated:
-            self._start(waiting, running, record)
+        while True:
+            self._start(source, running, wait=not (running or truncated))
+            if not running and not truncated:
+                return
             order = [slot for slot in self.slots if slot in running]
             rows = [running[slot] for slot in order]
-            inputs = self.prepare([r.observation for r in rows] + [o for _, o in truncated])
-            keys = [(self.seed, r.episode.episode_id, len(r.chunks)) for r in rows + [r for r, _ in truncated]]
-            output = self.act(inputs, keys, mode)
-            for offset, (run, _) in enumerate(truncated, start=len(rows)):
-                run.chunks[-1]["bootstrap"] = output["value"][offset].copy()
+            answers = self._ask(rows, truncated)
+            for (run, _), answer in zip(truncated, answers[len(rows) :], strict=True):
+                run.chunks[-1]["bootstrap"] = answer["value"].copy()
                 yield _finish(run)
             truncated = []
-            results = self._step(order, rows, output["actions"][: len(rows)], record)
-            for i, (slot, run) in enumerate(zip(order, rows, strict=True)):
+            results = self._step(order, rows, answers)
+            for slot, run, answer in zip(order, rows, answers, strict=False):
                 result = results[slot]
-                run.chunks.append(_sample(inputs, output, i, result))
+                run.chunks.append(_sample(answer, result))
                 run.observation, run.success = result.observation, run.success or result.success
                 if result.frames is not None:
                     run.frames.extend(result.frames)
                 if not result.done:
                     continue
                 del running[slot]
-                if mode == "train" and result.truncated.any():
+                if run.assignment.mode == "train" and result.truncated.any():
                     assert result.final_observation is not None
                     truncated.append((run, result.final_observation))
                 else:
                     yield _finish(run)
 
-    def _start(self, waiting: deque[Episode], running: dict[Any, _Running], record: frozenset[int]) -> None:
-        starts: dict[int, list[tuple[int, Episode]]] = {}
+    def _start(self, source: EpisodeQueue, running: dict[Slot, _Running], wait: bool) -> None:
+        starts: dict[int, list[tuple[int, Assignment]]] = {}
         for env, slot in self.slots:
-            if (env, slot) not in running and waiting:
-                starts.setdefault(env, []).append((slot, waiting.popleft()))
+            if (env, slot) in running:
+                continue
+            if wait and not starts:
+                with self.timeline.span(self.lane, "wait:data"):
+                    assignment = source.take(wait=True)
+            else:
+                assignment = source.take(wait=False)
+            if assignment is None:
+                break
+            starts.setdefault(env, []).append((slot, assignment))
 
-        def reset(env: int) -> list[tuple[tuple[int, int], _Running]]:
-            return [((env, slot), _Running(e, self.envs[env].reset(slot, e))) for slot, e in starts[env]]
+        def reset(env: int) -> list[tuple[Slot, _Running]]:
+            return [((env, slot), _Running(a, self.envs[env].reset(slot, a.episode))) for slot, a in starts[env]]
 
-        for started in self.threads.map(reset, starts):
-            for key, run in started:
-                running[key] = run
-                if run.episode.episode_id in record:
-                    run.frames.append(next(iter(run.observation.images.values())))
+        if not starts:
+            return
+        with self.timeline.span(self.lane, "reset", episodes=sum(map(len, starts.values()))):
+            for started in self._map(reset, starts):
+                for key, run in started:
+                    running[key] = run
+                    if run.assignment.record:
+                        run.frames.append(next(iter(run.observation.images.values())))
 
-    def _step(
-        self, order: list[tuple[int, int]], rows: list[_Running], actions: np.ndarray, record: frozenset[int]
-    ) -> dict[tuple[int, int], ChunkResult]:
+    def _ask(self, rows: list[_Running], truncated: list[tuple[_Running, Observation]]) -> list[Arrays]:
+        """The policy's answer to every row, then to the final observation of every truncated episode (for its value).
+
+        Inputs are part of an answer, as ``in.*``: they are what the learner will evaluate.
+        """
+        asked = [(r, r.observation) for r in rows] + truncated
+        answers: list[Arrays] = [{} for _ in asked]
+        for mode in sorted({run.assignment.mode for run, _ in asked}):
+            chosen = [i for i, (run, _) in enumerate(asked) if run.assignment.mode == mode]
+            inputs = self.prepare([asked[i][1] for i in chosen])
+            keys = [asked[i][0].key(self.seed) for i in chosen]
+            with self.timeline.span(self.lane, "wait:batch", requests=len(chosen)):
+                output = self.act(inputs, keys, mode)
+            for row, i in enumerate(chosen):
+                answers[i] = {f"in.{name}": value[row] for name, value in inputs.items()}
+                answers[i] |= {name: value[row] for name, value in output.items()}
+        return answers
+
+    def _step(self, order: list[Slot], rows: list[_Running], answers: list[Arrays]) -> dict[Slot, ChunkResult]:
         by_env: dict[int, list[int]] = {}
         for i, (env, _) in enumerate(order):
             by_env.setdefault(env, []).append(i)
 
-        def step(env: int) -> list[tuple[tuple[int, int], ChunkResult]]:
-            rows_of = by_env[env]
-            wanted = any(rows[i].episode.episode_id in record for i in rows_of)
-            results = self.envs[env].chunk_step([order[i][1] for i in rows_of], actions[rows_of], record=wanted)
-            return [(order[i], r) for i, r in zip(rows_of, results, strict=True)]
+        def step(env: int) -> list[tuple[Slot, ChunkResult]]:
+            mine = by_env[env]
+            actions = np.stack([answers[i]["actions"] for i in mine])
+            wanted = any(rows[i].assignment.record for i in mine)
+            results = self.envs[env].chunk_step([order[i][1] for i in mine], actions, record=wanted)
+            return [(order[i], r) for i, r in zip(mine, results, strict=True)]
 
-        return dict(pair for pairs in self.threads.map(step, by_env) for pair in pairs)
+        if not order:
+            return {}
+        with self.timeline.span(self.lane, "chunk_step", envs=len(order)):
+            return dict(pair for pairs in self._map(step, by_env) for pair in pairs)
+
+    def _map(self, function: Callable, items: dict) -> Iterator:
+        return self.threads.map(function, items) if self.threads else map(function, items)
 
     def close(self) -> None:
-        self.threads.shutdown(wait=False, cancel_futures=True)
+        if self.threads:
+            self.threads.shutdown(wait=False, cancel_futures=True)
         for env in self.envs:
             env.close()
 
 
-def _sample(inputs: Arrays, output: Arrays, row: int, result: ChunkResult) -> Arrays:
-    sample = {f"in.{name}": value[row] for name, value in inputs.items()}
-    sample |= {name: value[row] for name, value in output.items() if name != "actions"}
+def _sample(answer: Arrays, result: ChunkResult) -> Arrays:
+    sample = {name: value for name, value in answer.items() if name != "actions"}
     sample |= {n: getattr(result, n) for n in ("rewards", "terminated", "truncated", "valid")}
-    sample["bootstrap"] = np.zeros_like(output["value"][row])
+    sample["bootstrap"] = np.zeros_like(answer["value"])
     return sample
 
 
-def _finish(run: _Running) -> Trajectory:
+def _finish(run: _Running) -> Finished:
     samples = {name: np.stack([chunk[name] for chunk in run.chunks]) for name in run.chunks[0]}
-    return Trajectory(run.episode, samples, run.success, run.frames)
+    return Finished(run.assignment, Trajectory(run.assignment.episode, samples, run.success, run.frames))

@@ -4,9 +4,7 @@ It is verl's CheckpointEngineWorker (so every checkpoint-engine backend can feed
 process: weights arrive in it, are verified as a whole, and are swapped in on the inference lane, between two batches.
 """
 
-import asyncio
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -23,21 +21,31 @@ from vla3_plugin.learner import weights as _weights  # noqa: F401  registers the
 from vla3_plugin.learner.weights import WeightError
 from vla3_plugin.policies.base import NoiseKey
 from vla3_plugin.policies.serve import ServedPolicy
+from vla3_plugin.rollout.batcher import BatcherStats
+from vla3_plugin.rollout.inference_lane import BatchedLane, DirectLane
+from vla3_plugin.telemetry.timeline import Timeline
 
 NAME = "vla3"
 
 
 class PolicyServer(BaseRollout):
-    """Owns the policy and the lane that runs it; one thread, so a weight swap can never fall inside a batch."""
+    """Owns the policy and the lane that runs it; one thread, so a weight swap can never fall inside a chain."""
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any = None, replica_rank: int = -1) -> None:
         from vla3_plugin.policies.registry import load_policy
 
         super().__init__(config, model_config, device_mesh)
         self.replica_rank, self.is_leader_rank = replica_rank, True
-        self.lane = ThreadPoolExecutor(max_workers=1, thread_name_prefix="inference")
+        self.timeline = Timeline(f"policy{max(replica_rank, 0)}")
         policy = load_policy(model_config.path, **model_config.options)
         self.served = ServedPolicy(policy, get_device_id(), name=f"policy worker {replica_rank}")
+        self.lane: DirectLane | BatchedLane = DirectLane(self.served, self.timeline)
+
+    def configure(self, stage: dict[str, Any]) -> None:
+        """Take requests as ``stage`` (``config.InteractionStage``) says."""
+        if stage["enabled"]:
+            self.lane.close(RuntimeError("the policy worker was configured anew"))
+            self.lane = BatchedLane(self.served, self.timeline, stage)
 
     async def resume(self, tags: list[str]) -> None:
         """The replica keeps its memory: nothing to resume."""
@@ -51,7 +59,8 @@ class PolicyServer(BaseRollout):
         Raises:
             WeightError: names or shapes differ from the policy's; the old version stays in place.
         """
-        state = {name: tensor async for name, tensor in ensure_async_iterator(weights)}
+        with self.timeline.span("weights", "receive", version=global_steps):
+            state = {name: tensor async for name, tensor in ensure_async_iterator(weights)}
         expected = self.served.policy.state_dict()
         missing, unexpected = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
         shapes = [n for n in state if n in expected and state[n].shape != expected[n].shape]
@@ -62,10 +71,11 @@ class PolicyServer(BaseRollout):
             )
 
         def swap() -> None:
-            self.served.policy.load_state_dict(state)
-            self.served.version = -1 if global_steps is None else global_steps
+            with self.timeline.span("weights", "swap", version=global_steps):
+                self.served.policy.load_state_dict(state)
+                self.served.version = -1 if global_steps is None else global_steps
 
-        await asyncio.get_running_loop().run_in_executor(self.lane, swap)
+        await self.lane.between_batches(swap)
 
 
 class PolicyWorker(CheckpointEngineWorker):
@@ -79,8 +89,14 @@ class PolicyWorker(CheckpointEngineWorker):
 
     async def act(self, inputs: dict[str, np.ndarray], noise_keys: Sequence[NoiseKey], mode: str):
         """See ``interaction.Act``."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.server.lane, self.server.served.act, inputs, noise_keys, mode)
+        return await self.server.lane.act(inputs, noise_keys, mode)
+
+    async def configure(self, stage: dict[str, Any]) -> None:
+        self.server.configure(stage)
+
+    async def drain_timeline(self) -> tuple[list[Any], BatcherStats | None]:
+        """Spans of this process and the batcher's figures since the last call."""
+        return self.server.timeline.drain(), self.server.lane.drain_stats()
 
     async def weights_version(self) -> int:
         return self.server.served.version

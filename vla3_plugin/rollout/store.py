@@ -35,10 +35,21 @@ def get_fields(keys: Sequence[str], names: Sequence[str]) -> dict[str, Tensor]:
     return {name: data[name] for name in names}
 
 
+def get_rows(keys: Sequence[str]) -> dict[str, Tensor]:
+    """All fields of ``keys``, of which some may be named more than once."""
+    unique = list(dict.fromkeys(keys))
+    data = densify(tq.kv_batch_get(keys=unique, partition_id=PARTITION))
+    rows = [unique.index(key) for key in keys]
+    return {name: data[name][rows] for name in data.keys()}
+
+
+def clear(keys: Sequence[str]) -> None:
+    if keys:
+        tq.kv_clear(keys=list(keys), partition_id=PARTITION)
+
+
 def put_fields(keys: Sequence[str], fields: dict[str, Tensor]) -> None:
-    tq.kv_batch_put(
-        keys=list(keys), partition_id=PARTITION, fields=TensorDict(dict(fields), batch_size=len(keys))
-    )
+    tq.kv_batch_put(keys=list(keys), partition_id=PARTITION, fields=TensorDict(dict(fields), batch_size=len(keys)))
 
 
 def batch_of(keys: Sequence[str], **extra_info: Any) -> tq.KVBatchMeta:

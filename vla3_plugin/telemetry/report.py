@@ -7,6 +7,7 @@ optional; one that is missing is named as missing. Read from the run directory:
 ``preflight.json``   the summary shown at the start (``console.format_preflight``): machine, policy, memory
 ``summary.json``     ``{"command", "status", "notes": [...], ...}``; ``machine`` too if preflight lacks it
 ``config.yaml``      the resolved configuration
+``trace.json``       the swimlanes, as ``telemetry.trace`` writes them; without it the page has no such section
 ``videos/``          as ``telemetry.video.video_path`` names them
 """
 
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from vla3_plugin.telemetry import charts, page
+from vla3_plugin.telemetry import charts, page, swimlanes
 from vla3_plugin.telemetry.charts import Line, Points
 from vla3_plugin.telemetry.console import MODE_NAMES, format_bytes, format_seconds
 from vla3_plugin.telemetry.metrics import (
@@ -99,6 +100,7 @@ def write_report(run_dir: Path | str) -> Path:
     evaluations: list[Evaluation] = _read(lambda: read_evaluations(run_dir), faults) or []
     preflight: dict[str, Any] = _read(lambda: _read_json(run_dir / "preflight.json"), faults) or {}
     summary: dict[str, Any] = _read(lambda: _read_json(run_dir / "summary.json"), faults) or {}
+    lanes = swimlanes.section(run_dir, rows, faults)
     title = " · ".join(dict.fromkeys([e.env for e in evaluations][:1] + [run_dir.resolve().name]))
     body = [
         _header(title, rows, summary, preflight, faults),
@@ -108,6 +110,7 @@ def write_report(run_dir: Path | str) -> Path:
         page.section("Tasks", _tasks(evaluations)),
         page.section("Learning", _curves(rows)),
         page.section("Time", _timing(rows)),
+        *lanes,
         page.section("Evaluations", _evaluations(evaluations)),
         page.section("Machine and versions", _machine(preflight.get("machine") or summary.get("machine"))),
         page.section("Run", _run(preflight, summary)),

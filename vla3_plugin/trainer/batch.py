@@ -1,5 +1,7 @@
 """One global batch on the driver: names and scalars of its trajectories, and the advantages computed from them."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch
@@ -17,7 +19,9 @@ PADDING = "padding_"
 
 
 class Batch:
-    """``keys`` name the real samples; ``all_keys`` also the padding rows that make the number divisible."""
+    """Trajectories of whole groups. ``keys`` name the real samples; ``all_keys`` also the padding rows that make the
+    number divisible.
+    """
 
     FIELDS = (
         "rewards",
@@ -33,9 +37,21 @@ class Batch:
     )
 
     def __init__(self, trajectories: list[dict[str, Any]], divisor: int) -> None:
-        self.trajectories = trajectories
-        self.keys = [key for t in trajectories for key in t["keys"]]
-        self.padding = padding_rows(self.keys, divisor)
+        self.trajectories, self.divisor = trajectories, divisor
+        self.leftovers: list[str] = []  # padding rows of streamed micro-batches, to be cleared with the batch
+        self.trained_keys: list[str] = []  # samples that weigh something
+        self.sort()
+
+    def sort(self) -> None:
+        """In the order of the plan, whatever finished first: what is shuffled later must not depend on it."""
+        self.trajectories.sort(key=lambda t: t["episode"]["episode_id"])
+        self.keys = [key for t in self.trajectories for key in t["keys"]]
+        self.padding = padding_rows(self.keys, self.divisor)
+
+    def join(self, piece: Batch) -> None:
+        self.trajectories += piece.trajectories
+        self.leftovers += piece.padding + piece.leftovers
+        self.trained_keys += piece.trained_keys
 
     @property
     def all_keys(self) -> list[str]:
@@ -44,6 +60,11 @@ class Batch:
     @property
     def control_steps(self) -> int:
         return sum(t["control_steps"] for t in self.trajectories)
+
+    @property
+    def versions(self) -> list[int]:
+        """The version that made each sample."""
+        return [version for t in self.trajectories for version in t["versions"]]
 
     def metrics(self, seconds: float) -> dict[str, float]:
         episodes = episode_metrics(
@@ -65,16 +86,15 @@ def padding_rows(keys: list[str], divisor: int) -> list[str]:
     return [f"{PADDING}{i}_{keys[i % len(keys)]}" for i in range(missing)]
 
 
-def write_padding(batch: Batch) -> None:
-    """Store the padding rows: copies of real samples, so that every field exists and is finite."""
-    import transfer_queue as tq
-
-    if batch.padding:
-        source = [batch.keys[i % len(batch.keys)] for i in range(len(batch.padding))]
-        unique = sorted(set(source), key=source.index)
-        data = fields.densify(tq.kv_batch_get(keys=unique, partition_id=store.PARTITION))
-        rows = [unique.index(key) for key in source]
-        store.put_fields(batch.padding, {name: data[name][rows] for name in data.keys()})
+def write_padding_rows(keys: list[str], padding: list[str]) -> None:
+    """Store padding rows: copies of real samples, so that every field exists and is finite, that weigh nothing."""
+    if padding:
+        source = [keys[i % len(keys)] for i in range(len(padding))]
+        data = store.get_rows(source)
+        for name in (fields.POLICY_MASK, fields.VALUE_MASK):
+            if name in data:
+                data[name] = torch.zeros_like(data[name])
+        store.put_fields(padding, data)
 
 
 def put(batch: Batch, data: dict[str, Tensor]) -> None:
@@ -84,10 +104,35 @@ def put(batch: Batch, data: dict[str, Tensor]) -> None:
     store.put_fields(batch.all_keys, padded)
 
 
+class AdvantageScale:
+    """How advantages are normalised: by the moments of the batch at hand (``batch``), or by those of the global batch
+    before it (``previous``), which are known before the batch is complete. The first batch always uses its own.
+    """
+
+    def __init__(self, statistics: str, previous: list[float] | None = None) -> None:
+        self.statistics, self.previous = statistics, previous
+        self._seen = adv.Moments()
+
+    @property
+    def needs_whole_batch(self) -> bool:
+        return self.statistics == "batch" or self.previous is None
+
+    def __call__(self, advantage: Tensor, live: Tensor) -> Tensor:
+        self._seen += adv.Moments.of(advantage, live)
+        if not self.needs_whole_batch and self.previous is not None:
+            return adv.normalise(advantage, live, *self.previous)
+        return adv.whiten(advantage, live) if int(live.sum()) > 1 else advantage
+
+    def end_of_batch(self) -> None:
+        if self._seen.count > 1:
+            self.previous = [self._seen.mean, self._seen.std]
+        self._seen = adv.Moments()
+
+
 def advantages(
-    data: dict[str, Tensor], a: AlgorithmConfig, max_steps: int
+    data: dict[str, Tensor], a: AlgorithmConfig, max_steps: int, scale: AdvantageScale | None = None
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Advantages, returns and loss weights of flat samples [N, ...], with metrics.
+    """Advantages, returns and loss weights of flat samples [N, ...] of whole groups, with metrics.
 
     ``loss_mask`` holds weights at ``logprob_type``'s level: 0 where a step was not executed, where its group has no
     spread or was filtered; otherwise 1, or the trajectory-length weight.
@@ -137,8 +182,8 @@ def advantages(
     trained = flat_valid & sample_usable[:, None]
     live = granularity.aggregate_flags(trained, trained, reward_type=a.reward_type)
     flat_advantage = adv.unpad(advantage, layout)
-    if a.adv_type == "gae" and a.normalize_advantages and int(live.sum()) > 1:
-        flat_advantage = adv.whiten(flat_advantage, live)
+    if a.adv_type == "gae" and a.normalize_advantages:
+        flat_advantage = (scale or AdvantageScale("batch"))(flat_advantage, live)
     level = granularity.parse_level(a.logprob_type, key="logprob_type")
     weight = granularity.level_mask(trained, level=level, token_dim=data[fields.LOGPROB].shape[-1]).float()
     if a.length_normalization:
@@ -148,9 +193,7 @@ def advantages(
     value_mask = granularity.aggregate_flags(flat_valid, flat_valid, reward_type=a.reward_type).float()
     flat_returns = adv.unpad(target, layout)
     if a.adv_type == "gae":
-        metrics["critic/explained_variance"] = explained_variance(
-            data[fields.VALUE], flat_returns, value_mask.bool()
-        )
+        metrics["critic/explained_variance"] = explained_variance(data[fields.VALUE], flat_returns, value_mask.bool())
         metrics["critic/value_mean"] = float(data[fields.VALUE][value_mask.bool()].mean())
     if bool(live.any()):
         metrics["actor/advantage_abs_mean"] = float(flat_advantage[live].abs().mean())

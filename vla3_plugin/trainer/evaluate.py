@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from vla3_plugin.contract import EnvSpec, Episode
-from vla3_plugin.rollout.env_worker import InteractionManager, VideoRequest
-from vla3_plugin.rollout.interaction import Mode
+from vla3_plugin.rollout.episodes import Mode
+from vla3_plugin.rollout.manager import InteractionManager
 from vla3_plugin.rollout.plan import evaluation_episodes
 from vla3_plugin.telemetry.metrics import Evaluation, SuccessTable
 
@@ -26,11 +26,11 @@ def filmed(episodes: Sequence[Episode], count: int) -> list[int]:
 
 
 def play(
-    interaction: InteractionManager, episodes: Sequence[Episode], mode: Mode, step: int, video: VideoRequest | None
+    interaction: InteractionManager, episodes: Sequence[Episode], mode: Mode, step: int, film: Sequence[int] = ()
 ) -> Evaluation:
     """One evaluation in ``mode``: ``eval`` is the noise-free (ode) policy, ``train`` the noisy (sde) one."""
     started = time.time()
-    result = interaction.collect(episodes, mode, keep=False, video=video)
+    result = interaction.collect(episodes, mode, keep=False, film=frozenset(film))
     spec = interaction.env_spec
     name = {"eval": "ode", "train": "sde"}[mode]
     return Evaluation(step, spec.name, name, table_of(spec, result["trajectories"]), started, time.time())
@@ -44,8 +44,7 @@ def run(trainer: Any) -> list[Evaluation]:
     evaluations = []
     for mode in modes:
         ids = filmed(episodes, config.videos) if mode == "eval" else []
-        video = VideoRequest(str(trainer.run_dir), trainer.global_steps, ids) if ids else None
-        evaluation = play(trainer.interaction, episodes, mode, trainer.global_steps, video)
+        evaluation = play(trainer.interaction, episodes, mode, trainer.global_steps, ids)
         evaluation.extra["env_steps"] = trainer.env_steps
         evaluations.append(evaluation)
     return evaluations

@@ -13,7 +13,8 @@ from vla3_plugin.policies.registry import load_policy
 from vla3_plugin.policies.serve import ServedPolicy
 from vla3_plugin.profile import has_gpu
 from vla3_plugin.rollout.env_worker import summarise
-from vla3_plugin.rollout.interaction import LockstepInteraction, Mode
+from vla3_plugin.rollout.episodes import Assignment, EpisodeQueue, Mode
+from vla3_plugin.rollout.interaction import Interaction
 from vla3_plugin.rollout.plan import evaluation_episodes, split_init_states
 from vla3_plugin.telemetry.metrics import Evaluation, MetricsWriter
 from vla3_plugin.telemetry.video import video_path, write_video
@@ -47,13 +48,14 @@ def evaluate_checkpoint(
     def prepare(observations: Sequence[Any]) -> dict[str, np.ndarray]:
         return {name: tensor.numpy() for name, tensor in served.policy.prepare(observations).items()}
 
-    interaction = LockstepInteraction(envs, prepare, served.act, seed)
+    interaction = Interaction(envs, prepare, served.act, seed)
     started, summaries = time.time(), []
     kinds: dict[str, Mode] = {"ode": "eval", "sde": "train"}
     try:
         check_env(served.policy, spec)
         ids = frozenset(filmed(plan, videos)) if videos and out is not None else frozenset()
-        for trajectory in interaction.run(plan, kinds[mode], ids):
+        source = EpisodeQueue([Assignment(e, kinds[mode], False, e.episode_id in ids) for e in plan], closed=True)
+        for _, trajectory in interaction.run(source):
             summaries.append(summarise(trajectory))
             episode = trajectory.episode
             if out is not None and episode.episode_id in ids:

@@ -1,8 +1,9 @@
-"""The trainer: one synchronous iteration is collect → advantages → update → publish.
+"""The trainer: one iteration is collect → advantages → update → publish, on one clock or on three.
 
 A verl V1 trainer (``trainer.v1.trainer_mode: vla3``): verl's ``fit`` loop, worker groups, resource pools, loggers and
-TransferQueue stay; what decodes tokens is replaced. Every stage is a method of its own, so that an asynchronous stage
-can replace exactly one.
+TransferQueue stay; what decodes tokens is replaced. ``vla3.stages`` says which clocks run apart: interaction (the env
+workers' loops), streaming (``train_arriving`` in place of collect and update), training (groups start ahead, within the
+staleness bound, and weights are published in the background).
 """
 
 import os
@@ -11,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 from omegaconf import OmegaConf, open_dict
 from verl.checkpoint_engine import CheckpointEngineManager
-from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
 from verl.utils.config import omega_conf_to_dataclass
@@ -26,31 +25,27 @@ from verl.workers.rollout.llm_server import LLMServerManager
 import vla3_plugin.rollout.policy_worker  # noqa: F401  registers the replica type
 from vla3_plugin.config import VLA3Config, parse
 from vla3_plugin.learner import fields
+from vla3_plugin.learner.actor_worker import ActorWorker
 from vla3_plugin.learner.objective import Objective
 from vla3_plugin.placement.fit import check_cluster
 from vla3_plugin.rollout import store
 from vla3_plugin.rollout.plan import EpisodePlan, split_init_states
 from vla3_plugin.telemetry.metrics import ENV_STEPS
-from vla3_plugin.trainer import checkpoint, evaluate
-from vla3_plugin.trainer.batch import Batch, advantages, put, write_padding
+from vla3_plugin.telemetry.timeline import Timeline
+from vla3_plugin.telemetry.utilisation import staleness_metrics
+from vla3_plugin.trainer import checkpoint, evaluate, streaming
+from vla3_plugin.trainer.admission import Admission, Group
+from vla3_plugin.trainer.batch import PADDING, AdvantageScale, Batch, advantages, put, write_padding_rows
+from vla3_plugin.trainer.feeder import Feeder
+from vla3_plugin.trainer.publisher import Publisher
 from vla3_plugin.trainer.record import RunRecord
+from vla3_plugin.trainer.swimlanes import Swimlanes
+
+_PARITY_ROWS = 32  # samples a parity check looks at
 
 
 class ParityError(RuntimeError):
     """Rollout and learner disagree about the likelihood of the rollout's own samples at equal weights."""
-
-
-class PlanCursor:
-    """Stands where verl keeps its dataloader: the only state of the episode plan."""
-
-    def __init__(self) -> None:
-        self.next_episode = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"next_episode": self.next_episode}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.next_episode = state["next_episode"]
 
 
 @register_trainer("vla3")
@@ -62,6 +57,10 @@ class VLA3Trainer(PPOTrainer):
     def __init__(self, config: Any) -> None:
         self.vla3: VLA3Config = parse(config.vla3)
         self.run_dir = Path(self.vla3.run_dir)
+        self.timeline = Timeline("driver")
+        self.admission_state: dict[str, Any] = {}
+        self.scale = AdvantageScale(self.vla3.algorithm.advantage_statistics)
+        self.feeder: Feeder = None  # type: ignore[assignment]  # there is none before fit
         super().__init__(config)
         self.record = RunRecord(self.run_dir)
         self.env_steps = 0
@@ -76,7 +75,7 @@ class VLA3Trainer(PPOTrainer):
         self.tokenizer = self.processor = None
 
     def _init_dataloader(self) -> None:
-        self.train_dataloader, self.train_dataloader_it = PlanCursor(), None
+        self.train_dataloader = self.train_dataloader_it = None  # the episode plan stands in its place
         self.val_dataloader: list[Any] = []
         self.steps_per_epoch = self.total_training_steps = int(self.config.trainer.total_training_steps)
         with open_dict(self.config):  # verl counts the schedule in calls of update_actor, one a step
@@ -85,11 +84,11 @@ class VLA3Trainer(PPOTrainer):
     def _init_resource_pool_mgr(self) -> None:
         check_cluster(self.config)
         super()._init_resource_pool_mgr()
-        self.role_worker_mapping[Role.Actor] = ray.remote(DetachActorWorker)
+        self.role_worker_mapping[Role.Actor] = ray.remote(ActorWorker)
 
     def _setup(self) -> None:
         super()._setup()
-        self.actor_rollout_wg.set_loss_fn(Objective(self.vla3.algorithm))
+        self.actor_rollout_wg.set_loss_fn(Objective(self.vla3.algorithm, self.vla3.stages.training))
         self.replicas = LLMServerManager.create(config=self.config, start_rank=0)
         self.weight_plane = CheckpointEngineManager(
             config=omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine),
@@ -97,38 +96,85 @@ class VLA3Trainer(PPOTrainer):
             replicas=self.replicas.get_replicas(),
         )
 
+        self.publisher = Publisher(
+            self.weight_plane,
+            self.actor_rollout_wg,
+            self._published,
+            self.vla3.stages.training.enabled,
+            self.timeline,
+        )
+
     def get_llm_client(self) -> list[Any]:
         return self.replicas.server_handles
+
+    @property
+    def version(self) -> int:
+        """The version that the current step trains at; the step publishes the next one."""
+        return self.global_steps - 1
+
+    @property
+    def groups_per_step(self) -> int:
+        return int(self.config.data.train_batch_size) // self.vla3.algorithm.group_size
 
     # ---- the loop: hooks of verl's fit ----
 
     def on_init_end(self) -> None:
-        self.publish()
+        self.publisher.publish(self.global_steps)
+        self.publisher.wait()
 
     def fit(self, agent_loop_manager: Any) -> None:
         self.interaction = agent_loop_manager
         spec = agent_loop_manager.env_spec
         self.tasks = self.vla3.env.tasks if self.vla3.env.tasks is not None else list(range(spec.num_tasks))
         train_states, self.eval_states = split_init_states(spec, self.vla3.env.held_out_init_states)
-        self.plan = EpisodePlan(self.vla3.seed, self.tasks, train_states, self.vla3.algorithm.group_size)
+        self.feeder = self._build_feeder(train_states)
+        self.swimlanes = Swimlanes(self)
         resolved: Any = OmegaConf.to_container(self.config, resolve=True)
         self.record.start(resolved)
         completed = False
         try:
             super().fit(agent_loop_manager)
+            self.publisher.wait()
             completed = True
         finally:
+            self.publisher.close()
+            self.swimlanes.close()
             print(self.record.finish(completed), flush=True)
             agent_loop_manager.close()
+
+    def _build_feeder(self, train_states: list[int]) -> Feeder:
+        stage, size = self.vla3.stages.training, self.vla3.algorithm.group_size
+        admission = Admission(
+            group_size=size,
+            groups_per_step=self.groups_per_step,
+            max_staleness=stage.max_staleness if stage.enabled else 0,
+            total=(self.total_training_steps - self.global_steps) * self.groups_per_step,
+            **self.admission_state,
+        )
+        plan = EpisodePlan(self.vla3.seed, self.tasks, train_states, size)
+        feeder = Feeder(self.interaction, plan, admission, stage.enabled, self.timeline, self._drop)
+        admission.begin_step(self.global_steps)
+        feeder.published(self.global_steps)
+        return feeder
+
+    def _published(self, version: int) -> None:
+        if self.feeder is not None:
+            self.feeder.published(version)
+
+    def _drop(self, groups: list[Group]) -> None:
+        store.clear([key for group in groups for t in group.trajectories for key in t["keys"]])
 
     def prepare_step(self) -> dict:
         return {}
 
     def on_sample_end(self) -> None:
-        """Nothing to do: rollout and training do not overlap."""
+        """Nothing to do: whether rollout and training overlap is the feeder's business."""
 
     def on_step_end(self) -> None:
-        self._pending_sync_metrics = self.publish()
+        self._pending_sync_metrics = self.publisher.publish(self.global_steps)
+
+    def on_validate_begin(self) -> None:
+        self.publisher.wait()
 
     def _start_profiling(self) -> None:
         if OmegaConf.select(self.config, "global_profiler.steps") is not None:
@@ -139,65 +185,111 @@ class VLA3Trainer(PPOTrainer):
             super()._stop_profiling()
 
     def _step_once(self, metrics: dict, timing_raw: dict, sample_batch_size: int) -> Any:
-        with marked_timer("collect", timing_raw, color="red"):
-            batch = self.collect(metrics)
-        if not self.checked_parity:
-            with marked_timer("parity", timing_raw, color="blue"):
-                self.check_parity(batch, metrics)
-        if self.use_reference_policy:
-            with marked_timer("reference", timing_raw, color="olive"):
-                self.reference_logprobs(batch)
-        with marked_timer("advantages", timing_raw, color="brown"):
-            trained = self.compute_advantages(batch, metrics)
-        if trained:
-            with marked_timer("update", timing_raw, color="red"):
-                self.update(batch, metrics)
-        return store.batch_of(batch.all_keys)
+        start = time.perf_counter()
+        self.feeder.begin_step(self.version)
+        if self.vla3.stages.streaming.enabled and not self._waits_for_whole_batch:
+            with marked_timer("stream", timing_raw, color="red"):
+                batch = streaming.train_arriving(self, metrics)
+            if self.vla3.algorithm.update_epoch > 1:
+                with marked_timer("update", timing_raw, color="red"):
+                    write_padding_rows(batch.keys, batch.padding)
+                    self.update(batch, metrics, self.vla3.algorithm.update_epoch - 1)
+        else:
+            with marked_timer("collect", timing_raw, color="red"):
+                batch = self.collect()
+            metrics["rollout/collect_s"] = timing_raw["collect"]
+            self.prepare(batch, metrics, timing_raw)
+            if batch.trained_keys:
+                with marked_timer("update", timing_raw, color="red"), self.timeline.span("step", "update"):
+                    self.train_whole_batch(batch, metrics)
+        self.scale.end_of_batch()
+        self.env_steps += batch.control_steps
+        metrics.update(batch.metrics(timing_raw.get("collect", time.perf_counter() - start)))
+        metrics.update(staleness_metrics([self.version - v for v in batch.versions], self._max_staleness))
+        metrics.update({f"rollout/dropped_{why}": float(n) for why, n in self.feeder.admission.dropped.items()})
+        metrics[ENV_STEPS] = self.env_steps
+        return store.batch_of(batch.all_keys + batch.leftovers)
 
     # ---- the stages ----
 
-    def publish(self) -> dict[str, float]:
-        """Bring the learner's weights to every policy worker as version ``global_steps``."""
-        start = time.perf_counter()
-        metrics = dict(self.weight_plane.update_weights(self.global_steps) or {})
-        return metrics | {"timing_s/publish": time.perf_counter() - start}
+    @property
+    def _max_staleness(self) -> int:
+        return self.vla3.stages.training.max_staleness if self.vla3.stages.training.enabled else 0
 
-    def collect(self, metrics: dict) -> Batch:
-        """One global batch of episodes, played with the current version."""
-        count = int(self.config.data.train_batch_size)
-        first = self.train_dataloader.next_episode
-        episodes = self.plan.episodes(first, count)
-        result = self.interaction.collect(episodes, "train", keep=True)
-        self.train_dataloader.next_episode = first + count
-        batch = Batch(result["trajectories"], divisor=self.dp_size * self.vla3.algorithm.num_mini_batches)
-        write_padding(batch)
-        self.env_steps += batch.control_steps
-        metrics.update(batch.metrics(result["seconds"]))
-        metrics["rollout/policy_time_share"] = result["policy_seconds"] / max(result["seconds"], 1e-9)
-        metrics[ENV_STEPS] = self.env_steps
+    @property
+    def _waits_for_whole_batch(self) -> bool:
+        algorithm = self.vla3.algorithm
+        return algorithm.adv_type == "gae" and algorithm.normalize_advantages and self.scale.needs_whole_batch
+
+    def collect(self) -> Batch:
+        """One global batch of groups, complete before training starts."""
+        groups: list[Group] = []
+        while len(groups) < self.groups_per_step:
+            groups += self.feeder.groups(self.groups_per_step)
+        divisor = self.dp_size * self.vla3.algorithm.num_mini_batches
+        batch = Batch([t for g in groups for t in g.trajectories], divisor=divisor)
+        write_padding_rows(batch.keys, batch.padding)
         return batch
 
-    def _learner_outputs(self, worker_group: Any, method: str, batch: Batch, **extra: Any) -> dict[str, torch.Tensor]:
-        request = store.batch_of(batch.all_keys, compute_loss=False, temperature=1.0, **extra)
-        getattr(worker_group, method)(request)
-        return store.get_fields(batch.keys, [fields.LEARNER_LOGPROB, fields.LEARNER_VALUE])
+    def prepare(self, batch: Batch, metrics: dict, timing_raw: dict | None = None) -> None:
+        """Everything between rollout and update: the parity check, reference log-probs, advantages and weights."""
+        timing = {} if timing_raw is None else timing_raw
+        with marked_timer("parity", timing, color="blue"):
+            self.check_parity(batch, metrics)
+        if self.use_reference_policy:
+            with marked_timer("reference", timing, color="olive"):
+                self.reference_logprobs(batch)
+        with marked_timer("advantages", timing, color="brown"), self.timeline.span("step", "advantages"):
+            self.compute_advantages(batch, metrics)
+
+    def train_whole_batch(self, batch: Batch, metrics: dict) -> None:
+        algorithm, stage = self.vla3.algorithm, self.vla3.stages.training
+        stale = min(batch.versions) < self.version
+        if algorithm.mini_batches == "episodes" and algorithm.num_mini_batches > 1:
+            streaming.train_in_order(self, batch, metrics)
+            if algorithm.update_epoch > 1:
+                self.update(batch, metrics, algorithm.update_epoch - 1)
+            return
+        if stage.enabled and stale and stage.correction != "none" and stage.proximal == "recompute":
+            self._learner_outputs(self.actor_rollout_wg, "compute_log_prob", batch.all_keys)
+        self.update(batch, metrics, algorithm.update_epoch)
+
+    def _learner_outputs(self, worker_group: Any, method: str, keys: list[str], **extra: Any) -> None:
+        getattr(worker_group, method)(store.batch_of(keys, compute_loss=False, temperature=1.0, **extra))
 
     @property
     def dp_size(self) -> int:
         return self.actor_rollout_wg.world_size
 
     def check_parity(self, batch: Batch, metrics: dict) -> None:
-        """Equal weights, equal samples: the learner must find the rollout's log-probs.
+        """Equal weights, equal samples: the learner must find the rollout's log-probs. On samples that the learner's
+        present version made, before it is updated; on copies, so that the batch stays as it is.
 
         Raises:
-            ParityError: they differ by more than ``vla3.parity_tolerance``.
+            ParityError: they differ by more than ``vla3.parity_tolerance`` in the run's first check.
         """
-        learner = self._learner_outputs(self.actor_rollout_wg, "compute_log_prob", batch)
-        rollout = store.get_fields(batch.keys, [fields.LOGPROB, fields.VALUE])
-        gap = (learner[fields.LEARNER_LOGPROB] - rollout[fields.LOGPROB]).abs().max().item()
+        fresh = [
+            key
+            for t in batch.trajectories
+            for key, version in zip(t["keys"], t["versions"], strict=True)
+            if version == self.version
+        ]
+        if "rollout/logprob_diff_max" in metrics or not fresh:
+            return
+        rows = _PARITY_ROWS - _PARITY_ROWS % -self.dp_size
+        source = [fresh[i % len(fresh)] for i in range(min(rows, len(fresh) - len(fresh) % -self.dp_size))]
+        copies = [f"{PADDING}parity{i}" for i in range(len(source))]
+        data = store.get_rows(source)
+        store.put_fields(copies, data)
+        self._learner_outputs(self.actor_rollout_wg, "compute_log_prob", copies)
+        learner = store.get_fields(copies, [fields.LEARNER_LOGPROB, fields.LEARNER_VALUE])
+        store.clear(copies)
+        gap = (learner[fields.LEARNER_LOGPROB] - data[fields.LOGPROB]).abs().max().item()
         metrics["rollout/logprob_diff_max"] = gap
-        metrics["rollout/value_diff_max"] = (learner[fields.LEARNER_VALUE] - rollout[fields.VALUE]).abs().max().item()
-        print(f"vla3: rollout and learner log-probs differ by at most {gap:.2e} over {len(batch.keys)} samples")
+        metrics["rollout/value_diff_max"] = (learner[fields.LEARNER_VALUE] - data[fields.VALUE]).abs().max().item()
+        if self.checked_parity:
+            return
+        print(f"vla3: rollout and learner log-probs differ by at most {gap:.2e} over {len(copies)} samples")
         if not gap <= self.vla3.parity_tolerance:
             raise ParityError(
                 f"rollout and learner log-probs differ by {gap:.3e} at equal weights, vla3.parity_tolerance is "
@@ -207,29 +299,34 @@ class VLA3Trainer(PPOTrainer):
         self.checked_parity = True
 
     def reference_logprobs(self, batch: Batch) -> None:
+        worker, method, extra = self.ref_policy_wg, "compute_ref_log_prob", {}
         if self.ref_in_actor:
-            found = self._learner_outputs(self.actor_rollout_wg, "compute_log_prob", batch, no_lora_adapter=True)
-        else:
-            found = self._learner_outputs(self.ref_policy_wg, "compute_ref_log_prob", batch)
+            worker, method, extra = self.actor_rollout_wg, "compute_log_prob", {"no_lora_adapter": True}
+        self._learner_outputs(worker, method, batch.all_keys, **extra)
+        found = store.get_fields(batch.keys, [fields.LEARNER_LOGPROB])
         put(batch, {fields.REF_LOGPROB: found[fields.LEARNER_LOGPROB]})
 
-    def compute_advantages(self, batch: Batch, metrics: dict) -> bool:
-        """Advantages, returns and masks into the store. False when no sample carries a gradient (all groups equal)."""
+    def compute_advantages(self, batch: Batch, metrics: dict) -> None:
+        """Advantages, returns and weights into the store; ``batch.trained_keys`` are the samples that weigh something.
+
+        None does when all groups are equal.
+        """
         data = store.get_fields(batch.keys, Batch.FIELDS)
-        result, found = advantages(data, self.vla3.algorithm, self.interaction.env_spec.max_steps)
+        result, found = advantages(data, self.vla3.algorithm, self.interaction.env_spec.max_steps, self.scale)
         metrics.update(found)
         put(batch, result)
-        return bool(result[fields.POLICY_MASK].any())
+        weighs = (result[fields.POLICY_MASK] > 0).flatten(1).any(1).tolist()
+        batch.trained_keys = [key for key, yes in zip(batch.keys, weighs, strict=True) if yes]
 
-    def update(self, batch: Batch, metrics: dict) -> None:
-        """``update_epoch`` passes over the batch in ``num_mini_batches`` optimizer steps each."""
-        algorithm = self.vla3.algorithm
+    def update(self, batch: Batch, metrics: dict, epochs: int) -> None:
+        """``epochs`` passes over the batch in ``num_mini_batches`` optimizer steps each."""
         request = store.batch_of(
             batch.all_keys,
-            num_mini_batch=algorithm.num_mini_batches,
-            epochs=algorithm.update_epoch,
+            num_mini_batch=self.vla3.algorithm.num_mini_batches,
+            epochs=epochs,
             seed=self.vla3.seed * 1_000_003 + self.global_steps,
             dataloader_kwargs={"shuffle": True},
+            learner_version=self.version,
             temperature=1.0,
         )
         output = self.actor_rollout_wg.update_actor(request)
@@ -248,6 +345,7 @@ class VLA3Trainer(PPOTrainer):
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
         metrics.update({f"timing_s/{name}": seconds for name, seconds in timing_raw.items()})
         metrics["training/global_step"] = global_steps
+        metrics.update(self.swimlanes.drain())
         self.record.step(global_steps, self.total_training_steps, metrics)
 
     def _log_rollout_data(self, *_args: Any, **_kwargs: Any) -> None:
@@ -257,7 +355,8 @@ class VLA3Trainer(PPOTrainer):
         state = {
             "global_steps": self.global_steps,
             "env_steps": self.env_steps,
-            "plan": self.train_dataloader.state_dict(),
+            "admission": self.feeder.state() if self.feeder is not None else {},
+            "advantage_moments": self.scale.previous,
         }
         checkpoint.save(
             Path(self.config.trainer.default_local_dir),
@@ -275,5 +374,5 @@ class VLA3Trainer(PPOTrainer):
         state = checkpoint.read_state(found)
         self.actor_rollout_wg.load_checkpoint(os.fspath(found / "actor"))
         self.global_steps, self.env_steps = state["global_steps"], state["env_steps"]
-        self.train_dataloader.load_state_dict(state["plan"])
+        self.admission_state, self.scale.previous = state["admission"], state["advantage_moments"]
         print(f"vla3: resumed from {found} at step {self.global_steps}")

@@ -1,0 +1,147 @@
+"""What each asynchronous stage gives: whole runs, one a mode, on an emulated workload or on a real simulator.
+
+    python benchmarks/async_throughput.py --preset peer-reference --json
+    python benchmarks/async_throughput.py --real maniskill --modes sync all
+
+Every mode is a run of the ordinary entry with the stages switched; its figures are read from the run's own metrics.
+Fresh samples (env chunk steps that were trained on for the first time) per second of wall clock, from the end of the
+first warm-up steps to the end of the last step: in a steady state that is also the rate of env chunk steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bound import bound
+
+ON = {
+    "interaction": "vla3.stages.interaction.enabled=true",
+    "streaming": "vla3.stages.streaming.enabled=true",
+    "training": "vla3.stages.training.enabled=true",
+}
+STEP_JOIN = "vla3.stages.interaction.batching=step_join"
+MODES: dict[str, list[str]] = {
+    "sync_collocated": ["collocated"],
+    "sync": [],
+    "pipeline": ["vla3.env.pipeline_stage_num=2"],
+    "interaction": [ON["interaction"]],
+    "interaction+streaming": [ON["interaction"], ON["streaming"]],
+    "all": list(ON.values()),
+    "all+step_join": [*ON.values(), STEP_JOIN],
+}
+# the same mathematics in every mode, so that only the schedule differs
+COMMON = ["vla3.algorithm.advantage_statistics=previous", "vla3.algorithm.mini_batches=episodes"]
+
+
+def overrides(mode: str, args: argparse.Namespace) -> list[str]:
+    found = [*COMMON, *args.override]
+    for item in MODES[mode]:
+        found += collocated(args) if item == "collocated" else [item]
+    return found
+
+
+def collocated(args: argparse.Namespace) -> list[str]:
+    """Both roles on both of two emulated devices: two replicas and two learner ranks, each busy half of the time."""
+    if args.real:
+        raise SystemExit("sync_collocated: on one machine without devices every mode is collocated; leave it out")
+    shards = args.shards // 2
+    return [
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.rollout.n_gpus_per_node=2",
+        "vla3.env.workers=2",
+        f"vla3.env.shards_per_worker={shards}",
+    ]
+
+
+def run(mode: str, args: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    recipe = f"vla3_{args.real}" if args.real else "vla3_latency"
+    preset = [] if args.real else [f"vla3/latency={args.preset}"]
+    command = [
+        sys.executable, "-m", "verl.trainer.main", f"recipe={recipe}", *preset, f"vla3.run_dir={directory}",
+        f"trainer.total_training_steps={args.warmup + args.steps}", "trainer.val_before_train=false",
+        "trainer.test_freq=-1", "trainer.save_freq=-1", *overrides(mode, args),
+    ]  # fmt: skip
+    directory.mkdir(parents=True)
+    with (directory / "log").open("w") as log:
+        status = subprocess.run(command, cwd=directory, stdout=log, stderr=log, check=False).returncode
+    if status != 0:
+        tail = (directory / "log").read_text().strip().splitlines()[-5:]
+        return {"mode": mode, "status": status, "error": "\n".join(tail)[-1500:]}
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return {"mode": mode, "status": 0} | figures(rows, args.warmup)
+
+
+def figures(rows: list[dict[str, Any]], warmup: int) -> dict[str, Any]:
+    """Rates from the end of step ``warmup`` to the end of the last step."""
+    steady = rows[warmup:]
+    seconds = steady[-1]["time"] - rows[warmup - 1]["time"]
+    samples = sum(row["rollout/chunk_steps"] for row in steady)
+    stale = [float(row.get("staleness/max", 0)) for row in steady]
+    lanes = {
+        name: sum(row.get(name, 0.0) for row in steady) / len(steady)
+        for name in ("lanes/env/busy", "lanes/policy/busy", "lanes/actor/busy")
+    }
+    ages: dict[str, float] = {}
+    for row in steady:
+        for name, count in row.items():
+            if name.startswith("staleness/") and name.rsplit("/", 1)[1].isdigit():
+                ages[name] = ages.get(name, 0.0) + count
+    return {
+        "samples_per_s": samples / seconds,
+        "step_s": seconds / len(steady),
+        "steps": len(steady),
+        "staleness_max": max(stale),
+        "staleness": {name.rsplit("/", 1)[1]: count for name, count in ages.items()},
+        "dropped": sum(v for k, v in steady[-1].items() if k.startswith("rollout/dropped_")),
+        **lanes,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--preset", help="a latency preset: a name in configs/latency")
+    what.add_argument("--real", choices=("libero", "maniskill"))
+    parser.add_argument("--modes", nargs="+", default=None, choices=MODES)
+    parser.add_argument("--steps", type=int, default=8, help="measured steps")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them")
+    parser.add_argument("--shards", type=int, default=16, help="of the preset, for sync_collocated")
+    parser.add_argument("--override", nargs="*", default=[], help="further Hydra overrides, in every mode")
+    parser.add_argument("--out", type=Path, help="keep the runs here")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    modes = args.modes or [m for m in MODES if not (args.real and m == "sync_collocated")]
+    out = args.out or Path(tempfile.mkdtemp(prefix="vla3-bench-"))
+    limits = bound(args.preset) if args.preset else {}
+    results = []
+    for mode in modes:
+        result = run(mode, args, out / mode.replace("+", "_"))
+        results.append(result)
+        if not args.json:
+            print(line(result, results, limits), flush=True)
+    report = {"workload": args.preset or args.real, "cores": os.cpu_count(), "bound": limits, "modes": results}
+    if args.json:
+        print(json.dumps(report, indent=1))
+    (out / "result.json").write_text(json.dumps(report, indent=1))
+
+
+def line(result: dict[str, Any], results: list[dict[str, Any]], limits: dict[str, Any]) -> str:
+    if result["status"]:
+        return f"{result['mode']:24} failed with status {result['status']}: {result['error']}"
+    rate = result["samples_per_s"]
+    first = results[0].get("samples_per_s", rate)
+    text = f"{result['mode']:24} {rate:7.2f} samples/s {rate / first:5.2f} x the first, step {result['step_s']:6.2f} s"
+    if limits:
+        text += f", {rate / limits['bound']:.2f} of the bound"
+    return text + f", staleness at most {result['staleness_max']:.0f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""The driver's side of the env workers: hands out assigned episodes, reports them as they finish, keeps the deadline.
+
+``InteractionManager`` stands where verl's agent-loop manager stands (``rollout.agent.agent_loop_manager_class``).
+Observations and trajectories never pass through it; summaries do.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from omegaconf import OmegaConf
+
+from vla3_plugin.contract import EnvSpec, Episode
+from vla3_plugin.rollout.env_worker import EnvWorker
+from vla3_plugin.rollout.episodes import Assignment, Mode
+
+Summary = dict[str, Any]
+_POLL_S = 5.0  # how long a worker holds a call for finished episodes; it answers at once when there is one
+
+
+class InteractionManager:
+    """Spreads episodes over env workers on a thread of its own, so that they go on while the driver does other things.
+
+    With asynchronous interaction an episode is handed out when a worker has room for it; otherwise each worker gets
+    its share of a submission at once, and steps it in lock step.
+    """
+
+    def __init__(self, workers: list[Any], slots: int, deadline_s: float, asynchronous: bool) -> None:
+        self.workers, self.slots, self.deadline_s, self.asynchronous = workers, slots, deadline_s, asynchronous
+        self.env_spec = EnvSpec.from_json(self._get([workers[0].spec.remote()], "start their simulators")[0])
+        self._backlog: deque[Assignment] = deque()
+        self._out: list[dict[int, Assignment]] = [{} for _ in workers]  # by episode id, per worker
+        self._listening = [False] * len(workers)
+        self._done: dict[int, Callable[[Summary], None]] = {}
+        self._events: queue.SimpleQueue = queue.SimpleQueue()
+        self._lock, self._closed = threading.Lock(), False
+        self._error: BaseException | None = None
+        self._failed: list[Callable[[BaseException], None]] = []
+        self._last = time.monotonic()
+        self._thread = threading.Thread(target=self._dispatch, name="dispatch", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def create(cls, config: Any, llm_client: list[Any], **_: Any) -> InteractionManager:
+        """verl's hook; ``llm_client`` is what ``VLA3Trainer.get_llm_client`` returned: the policy workers."""
+        vla3: Any = OmegaConf.to_container(config.vla3, resolve=True)
+        env, stage = vla3["env"], vla3["stages"]["interaction"]
+        model = config.actor_rollout_ref.model
+        policy = {"path": model.path, "options": OmegaConf.to_container(model.options, resolve=True)}
+        ray.get([server.configure.remote(stage) for server in llm_client])
+        remote: Any = ray.remote(num_cpus=0, max_concurrency=4)(EnvWorker)
+        workers = [
+            remote.remote(rank, env, policy, server, vla3["seed"], stage["enabled"], vla3["run_dir"])
+            for rank, server in ((r, llm_client[r % len(llm_client)]) for r in range(env["workers"]))
+        ]
+        slots = env["shards_per_worker"] * env["envs_per_shard"]
+        return cls(workers, slots, env["deadline_s"], stage["enabled"])
+
+    def _get(self, refs: list[Any], what: str) -> list[Any]:
+        ready, pending = ray.wait(refs, num_returns=len(refs), timeout=self.deadline_s)
+        if pending:
+            late = [i for i, ref in enumerate(refs) if ref in set(pending)]
+            raise TimeoutError(
+                f"env workers {late} did not {what} within vla3.env.deadline_s = {self.deadline_s} s; "
+                "raise it if the simulator is that slow, otherwise look at the workers' stderr"
+            )
+        return ray.get(refs)
+
+    # ---- for the driver ----
+
+    def submit(self, assignments: Sequence[Assignment], done: Callable[[Summary], None]) -> None:
+        """Play these; ``done`` is called with each summary, on the dispatching thread."""
+        if not assignments:
+            return
+        with self._lock:
+            for assignment in assignments:
+                self._done[assignment.episode.episode_id] = done
+        self._events.put(("submit", list(assignments)))
+
+    def on_failure(self, callback: Callable[[BaseException], None]) -> None:
+        """Call ``callback`` when no further episode can finish."""
+        with self._lock:
+            self._failed.append(callback)
+            error = self._error
+        if error is not None:
+            callback(error)
+
+    def collect(
+        self, episodes: Sequence[Episode], mode: Mode, keep: bool, film: frozenset[int] = frozenset()
+    ) -> dict[str, Any]:
+        """All trajectories of ``episodes``, in the plan's order, with the time they took."""
+        start, answers = time.perf_counter(), queue.SimpleQueue()  # type: ignore[var-annotated]
+        self.on_failure(answers.put)
+        try:
+            self.submit([Assignment(e, mode, keep, e.episode_id in film) for e in episodes], answers.put)
+            found: list[Summary] = []
+            while len(found) < len(episodes):
+                answer = answers.get()
+                if isinstance(answer, BaseException):
+                    raise answer
+                found.append(answer)
+        finally:
+            with self._lock:
+                self._failed = [f for f in self._failed if f != answers.put]
+        found.sort(key=lambda t: t["episode"]["episode_id"])
+        return {"trajectories": found, "seconds": time.perf_counter() - start}
+
+    def drain_timeline(self) -> list[Any]:
+        spans = ray.get([w.drain_timeline.remote() for w in self.workers], timeout=self.deadline_s)
+        return [span for part in spans for span in part]
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._events.put(("close", None))
+        self._thread.join(timeout=30)
+        ray.get([w.close.remote() for w in self.workers], timeout=30)
+
+    # ---- the dispatching thread ----
+
+    def _dispatch(self) -> None:
+        try:
+            while True:
+                try:
+                    what, item = self._events.get(timeout=1.0)
+                except queue.Empty:
+                    what, item = "tick", None
+                if what == "close":
+                    return
+                if what == "submit":
+                    if not any(self._out):
+                        self._last = time.monotonic()
+                    self._accept(item)
+                elif what == "finished":
+                    self._report(*item)
+                self._hand_out()
+                self._check_deadline()
+        except BaseException as error:
+            with self._lock:
+                self._error, callbacks = error, list(self._failed)
+            for callback in callbacks:
+                callback(error)
+
+    def _accept(self, assignments: list[Assignment]) -> None:
+        if not self.asynchronous:
+            count = len(self.workers)
+            for worker in range(count):
+                self._assign(worker, assignments[worker::count])
+            return
+        evaluation = [a for a in assignments if a.mode == "eval"]
+        self._backlog.extendleft(reversed(evaluation))
+        self._backlog.extend(a for a in assignments if a.mode != "eval")
+
+    def _hand_out(self) -> None:
+        """To the worker with most room; a few more than it has slots, so that none waits for the driver."""
+        room = self.slots + max(1, self.slots // 4)
+        while self._backlog:
+            worker = min(range(len(self.workers)), key=lambda w: len(self._out[w]))
+            if len(self._out[worker]) >= room:
+                return
+            self._assign(worker, [self._backlog.popleft()])
+
+    def _assign(self, worker: int, assignments: list[Assignment]) -> None:
+        if not assignments:
+            return
+        self._out[worker].update({a.episode.episode_id: a for a in assignments})
+        self.workers[worker].assign.remote([a.to_json() for a in assignments])
+        self._listen(worker)
+
+    def _listen(self, worker: int) -> None:
+        if not self._listening[worker] and self._out[worker]:
+            self._listening[worker] = True
+            future = self.workers[worker].finished.remote(_POLL_S).future()
+            future.add_done_callback(lambda f: self._events.put(("finished", (worker, f))))
+
+    def _report(self, worker: int, future: Any) -> None:
+        self._listening[worker] = False
+        for summary in future.result():
+            self._last = time.monotonic()
+            index = summary["episode"]["episode_id"]
+            del self._out[worker][index]
+            with self._lock:
+                done = self._done.pop(index)
+            done(summary)
+        self._listen(worker)
+
+    def _check_deadline(self) -> None:
+        if any(self._out) and time.monotonic() - self._last > self.deadline_s:
+            late = {w: sorted(out) for w, out in enumerate(self._out) if out}
+            raise TimeoutError(
+                f"no episode finished within vla3.env.deadline_s = {self.deadline_s} s; env workers and the episodes "
+                f"they are at: {late}; raise it if the simulator is that slow, otherwise look at the workers' stderr"
+            )

@@ -1,0 +1,134 @@
+"""Which groups may start, and which may be trained on now: the staleness bound as bookkeeping, without Ray or clocks.
+
+A group (``group_size`` episodes of one task and initial state; 1 for PPO) is *admitted* under the version that the
+policy workers have then, which no sample of it can be older than. The step that trains at version ``now`` takes
+``groups_per_step`` finished groups. A group admitted under version s has its *deadline* in the step at s +
+max_staleness: that step waits for it. Admission and choice keep the groups with deadlines up to any step fewer than the places left
+up to it, so nothing ever becomes too old by being late, and with ``max_staleness`` 0 a step takes exactly its groups of
+the plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Group:
+    """``trajectories``: summaries (see ``env_worker.summarise``) of its finished episodes."""
+
+    index: int
+    admitted_under: int
+    trajectories: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def version(self) -> int:
+        """The oldest version that made one of its samples."""
+        return min(t["version"] for t in self.trajectories)
+
+
+class Admission:
+    """Groups from admission to training. ``total`` bounds how many will ever be admitted (the run's end)."""
+
+    def __init__(
+        self,
+        *,
+        group_size: int,
+        groups_per_step: int,
+        max_staleness: int,
+        next_group: int = 0,
+        replay: list[int] | None = None,
+        total: int | None = None,
+    ) -> None:
+        self.group_size, self.groups_per_step, self.max_staleness = group_size, groups_per_step, max_staleness
+        self.next_group, self.total = next_group, total
+        self.replay = list(replay or ())  # admitted before a restart, never trained on
+        self.started: dict[int, Group] = {}
+        self.ready: dict[int, Group] = {}
+        self.now = 0  # the version that the current step trains at
+        self.taken: list[int] = []  # groups of the current step
+        self.dropped: dict[str, int] = {}  # reason -> groups
+        self.admitted = 0
+
+    def begin_step(self, now: int) -> None:
+        self.now, self.taken = now, []
+
+    @property
+    def waiting(self) -> int:
+        """Groups admitted and not yet trained on."""
+        return len(self.started) + len(self.ready)
+
+    def capacity(self, published: int) -> int:
+        """Groups that steps up to version ``published + max_staleness`` can still take."""
+        steps = published + self.max_staleness - self.now + 1
+        return steps * self.groups_per_step - len(self.taken) if steps > 0 else 0
+
+    def admit(self, published: int) -> list[int]:
+        """Indices of the groups to start now, in the order of the plan."""
+        room = self.capacity(published) - self.waiting
+        chosen: list[int] = []
+        while len(chosen) < room:
+            if self.replay:
+                index = self.replay.pop(0)
+            elif self.total is None or self.admitted < self.total:
+                index, self.next_group = self.next_group, self.next_group + 1
+            else:
+                break
+            self.admitted += 1
+            self.started[index] = Group(index, published)
+            chosen.append(index)
+        return chosen
+
+    def finished(self, trajectory: dict[str, Any]) -> None:
+        """One episode has ended; its group is ready when all have."""
+        index = trajectory["episode"]["group_id"]
+        group = self.started[index]
+        group.trajectories.append(trajectory)
+        if len(group.trajectories) == self.group_size:
+            del self.started[index]
+            self.ready[index] = group
+
+    def _deadline(self, group: Group) -> int:
+        """The last version at which the group may be trained on."""
+        return group.admitted_under + self.max_staleness
+
+    def _spare(self, before: int) -> int:
+        """Places in this step that a group with deadline ``before`` can have without making an earlier one late.
+
+        Of the places up to any earlier deadline d, those that groups with deadlines up to d will need are kept.
+        """
+        deadlines = [self._deadline(g) for g in (*self.started.values(), *self.ready.values())]
+        spare = self.groups_per_step - len(self.taken)
+        for d in range(self.now, before):
+            places = (d - self.now + 1) * self.groups_per_step - len(self.taken)
+            spare = min(spare, places - sum(deadline <= d for deadline in deadlines))
+        return spare
+
+    def take(self, limit: int) -> tuple[list[Group], list[Group]]:
+        """(groups to train on, groups to drop), until the step holds ``limit`` groups. The second are too old.
+
+        In the order of their deadlines, then of the plan. With ``max_staleness`` 0 the first ``limit`` groups of the
+        plan's part for this step come first whatever arrives first, so that mini-batches are the plan's too.
+        """
+        stale = [g for g in self.ready.values() if self.now - g.version > self.max_staleness]
+        for group in stale:
+            del self.ready[group.index]
+            self.admitted -= 1
+        if stale:
+            self.dropped["stale"] = self.dropped.get("stale", 0) + len(stale)
+        candidates = sorted(self.ready.values(), key=lambda g: (self._deadline(g), g.index))
+        if self.max_staleness == 0:
+            members = set(sorted([*self.taken, *self.started, *self.ready])[:limit])
+            candidates = [g for g in candidates if g.index in members]
+        chosen = []
+        for group in candidates:
+            if len(self.taken) < limit and self._spare(self._deadline(group)) > 0:
+                del self.ready[group.index]
+                self.taken.append(group.index)
+                chosen.append(group)
+        return chosen, stale
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: trained groups are behind, admitted ones will be played again."""
+        return {"next_group": self.next_group, "replay": sorted([*self.started, *self.ready, *self.replay])}

@@ -1,0 +1,120 @@
+"""Streaming: the first epoch of a batch, micro-batch by micro-batch, as its groups arrive. Later epochs reuse it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from vla3_plugin.rollout import store
+from vla3_plugin.trainer.batch import Batch, padding_rows, write_padding_rows
+
+if TYPE_CHECKING:
+    from vla3_plugin.trainer.trainer import VLA3Trainer
+
+_AHEAD = 2  # micro-batches that may wait at the learner: one in work and one behind it leave no gap
+
+
+class MicroBatches:
+    """Cuts a mini-batch's samples into micro-batches as they come and sends them to the learner's ranks.
+
+    The last one is held back until the mini-batch is complete, because the learner must know that it is the last: with
+    it go the one reduction and the optimizer step. Samples that weigh nothing are not sent.
+    """
+
+    def __init__(self, trainer: VLA3Trainer, end_of_update: bool) -> None:
+        self.trainer = trainer
+        self.end_of_update = end_of_update and trainer.vla3.algorithm.update_epoch == 1
+        self.size = trainer.config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu * trainer.dp_size
+        self._pending: list[str] = []
+        self._refs: list[list[Any]] = []
+        self._sent = 0
+        self.padding: list[str] = []
+        self.metrics: dict[str, list[float]] = {}
+
+    def add(self, keys: list[str]) -> None:
+        self._pending += keys
+        while len(self._pending) > self.size:
+            self._send(self._pending[: self.size], last=False)
+            self._pending = self._pending[self.size :]
+
+    def finish(self) -> None:
+        """Send the rest, and wait for the optimizer step."""
+        if self._pending:
+            self._send(self._pending, last=True)
+        while self._refs:
+            self._collect()
+
+    def _send(self, keys: list[str], last: bool) -> None:
+        padding = padding_rows(keys, self.trainer.dp_size)
+        write_padding_rows(keys, padding)
+        self.padding += padding
+        request = store.batch_of(
+            keys + padding,
+            first=self._sent == 0,
+            last=last,
+            end_of_update=last and self.end_of_update,
+            keep_logprobs=self.trainer.vla3.algorithm.update_epoch > 1,
+            learner_version=self.trainer.version,
+            temperature=1.0,
+        )
+        while len(self._refs) >= _AHEAD:
+            self._collect()
+        self._refs.append(self.trainer.actor_rollout_wg.train_micro_batch(request))
+        self._sent += 1
+
+    def _collect(self) -> None:
+        for answer in ray.get(self._refs.pop(0)):
+            found = answer.extra_info["metrics"] if hasattr(answer, "extra_info") else answer["metrics"]
+            for name, values in getattr(found, "data", found).items():
+                self.metrics.setdefault(name, []).extend(values)
+
+
+def limits(trainer: VLA3Trainer) -> list[int]:
+    """How many groups of the step each mini-batch ends with."""
+    parts = trainer.vla3.algorithm.num_mini_batches
+    return [trainer.groups_per_step * part // parts for part in range(1, parts + 1)]
+
+
+def train_arriving(trainer: VLA3Trainer, metrics: dict[str, Any]) -> Batch:
+    """The first epoch of a global batch, a mini-batch after the other, each as its groups arrive."""
+    batch = Batch([], divisor=trainer.dp_size * trainer.vla3.algorithm.num_mini_batches)
+    found: dict[str, list[float]] = {}
+    for limit in limits(trainer):
+        stream = MicroBatches(trainer, end_of_update=limit == trainer.groups_per_step)
+        while len(trainer.feeder.admission.taken) < limit:
+            groups = trainer.feeder.groups(limit)
+            piece = Batch([t for g in groups for t in g.trajectories], divisor=trainer.dp_size)
+            write_padding_rows(piece.keys, piece.padding)
+            trainer.prepare(piece, metrics)
+            stream.add(piece.trained_keys)
+            batch.join(piece)
+        _finish(stream, batch, found)
+    metrics.update(_means(found))
+    batch.sort()
+    return batch
+
+
+def train_in_order(trainer: VLA3Trainer, batch: Batch, metrics: dict[str, Any]) -> None:
+    """The same first epoch over a batch that is complete: what a streamed one is compared with."""
+    size = trainer.vla3.algorithm.group_size
+    found: dict[str, list[float]] = {}
+    start, trained = 0, set(batch.trained_keys)
+    for limit in limits(trainer):
+        stream = MicroBatches(trainer, end_of_update=limit == trainer.groups_per_step)
+        part = batch.trajectories[start * size : limit * size]
+        stream.add([key for t in part for key in t["keys"] if key in trained])
+        _finish(stream, batch, found)
+        start = limit
+    metrics.update(_means(found))
+
+
+def _finish(stream: MicroBatches, batch: Batch, found: dict[str, list[float]]) -> None:
+    stream.finish()
+    batch.leftovers += stream.padding
+    for name, values in stream.metrics.items():
+        found.setdefault(name, []).extend(values)
+
+
+def _means(found: dict[str, list[float]]) -> dict[str, float]:
+    return {f"actor/{name}": sum(values) / len(values) for name, values in found.items()}

@@ -1,0 +1,53 @@
+"""The driver's end of the swimlanes: collects every process's spans once a step, for the trace and for metrics."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import ray
+
+from vla3_plugin.rollout.batcher import BatcherStats
+from vla3_plugin.telemetry.timeline import Span
+from vla3_plugin.telemetry.trace import TraceWriter
+from vla3_plugin.telemetry.utilisation import carry_over, utilisation_metrics
+
+if TYPE_CHECKING:
+    from vla3_plugin.trainer.trainer import VLA3Trainer
+
+_DEADLINE_S = 60.0  # a worker answers between two batches
+
+
+class Swimlanes:
+    """Windows run from one ``drain`` to the next."""
+
+    def __init__(self, trainer: VLA3Trainer) -> None:
+        self.trainer = trainer
+        self.writer = TraceWriter(trainer.run_dir)
+        self._start, self._open = time.time(), []  # type: float, list[Span]
+        self._lanes: set[tuple[str, str]] = set()
+
+    def drain(self) -> dict[str, float]:
+        """Shares of every lane since the last call, and the batchers' figures; the spans go into the trace."""
+        trainer, end = self.trainer, time.time()
+        answers = ray.get([s.drain_timeline.remote() for s in trainer.get_llm_client()], timeout=_DEADLINE_S)
+        spans: list[Span] = trainer.timeline.drain() + trainer.interaction.drain_timeline()
+        metrics: dict[str, float] = {}
+        for part, _ in answers:
+            spans += part
+        batchers = [stats for _, stats in answers if stats is not None]
+        if batchers:
+            merged = BatcherStats.merged(batchers)
+            metrics = merged.metrics("rollout/batcher") | merged.histograms("rollout/batcher")
+        for part in trainer.actor_rollout_wg.drain_timeline():
+            spans += part
+        self.writer.append(spans)
+        spans = self._open + spans
+        self._lanes |= {(s.role, s.lane) for s in spans}
+        self._open = carry_over(spans, end)
+        metrics |= utilisation_metrics(spans, self._start, end, self._lanes)
+        self._start = end
+        return metrics
+
+    def close(self) -> None:
+        self.writer.close()
