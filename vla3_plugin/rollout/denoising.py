@@ -10,6 +10,7 @@ A ticket's payload is ``(inputs of one row, noise key)`` and its kind the mode. 
 runner. Weights may be swapped when nothing is ``running``: between two calls, after ``drain``.
 """
 
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -20,6 +21,9 @@ from vla3_plugin.policies.base import NoiseKey
 from vla3_plugin.policies.chains import Chains
 from vla3_plugin.policies.serve import Arrays, ServedPolicy
 from vla3_plugin.rollout.batcher import Batcher, Ticket
+from vla3_plugin.telemetry.timeline import Timeline
+
+LANE = "inference"
 
 
 class Runner(Protocol):
@@ -47,29 +51,32 @@ class Runner(Protocol):
         ...
 
 
-def make_runner(batching: str, served: ServedPolicy, batcher: Batcher, max_batch_size: int) -> Runner:
+def make_runner(
+    batching: str, served: ServedPolicy, batcher: Batcher, max_batch_size: int, timeline: Timeline | None = None
+) -> Runner:
     """``batching``: the value of ``vla3.stages.interaction.batching``."""
     if batching == "run_to_completion":
-        return RunToCompletion(served, batcher)
+        return RunToCompletion(served, batcher, timeline)
     if batching == "step_join":
-        return StepJoin(served, batcher, max_batch_size)
+        return StepJoin(served, batcher, max_batch_size, timeline=timeline)
     raise ValueError(f"vla3.stages.interaction.batching: {batching!r}, expected one of run_to_completion, step_join")
 
 
 class RunToCompletion:
     """A batch stays together from its first denoising step to its last; any policy will do."""
 
-    def __init__(self, served: ServedPolicy, batcher: Batcher) -> None:
-        self.served, self.batcher = served, batcher
+    def __init__(self, served: ServedPolicy, batcher: Batcher, timeline: Timeline | None = None) -> None:
+        self.served, self.batcher, self.timeline = served, batcher, timeline or Timeline("policy")
         self.steps = self.rows = 0
 
     def run_once(self, timeout: float | None = None) -> int:
-        tickets = self.batcher.take(timeout)
+        tickets = _take(self.batcher, timeout, self.timeline)
         if not tickets:
             return 0
         try:
-            inputs, keys = _stacked(tickets)
-            arrays = self.served.act(inputs, keys, str(tickets[0].kind))
+            with self.timeline.span(LANE, "batch", size=len(tickets), version=self.served.version):
+                inputs, keys = _stacked(tickets)
+                arrays = self.served.act(inputs, keys, str(tickets[0].kind))
         except Exception as error:
             return _fail(tickets, error)
         self.steps += 1
@@ -96,13 +103,20 @@ class StepJoin:
         ValueError: the policy has no denoising steps to share.
     """
 
-    def __init__(self, served: ServedPolicy, batcher: Batcher, max_batch_size: int, join_share: float = 0.25) -> None:
+    def __init__(
+        self,
+        served: ServedPolicy,
+        batcher: Batcher,
+        max_batch_size: int,
+        join_share: float = 0.25,
+        timeline: Timeline | None = None,
+    ) -> None:
         if not served.shares_steps:
             raise ValueError(
                 f"vla3.stages.interaction.batching: 'step_join' with policy {type(served.policy).__name__}, expected a "
                 "flow policy (begin, denoise, finish; see policies.chains); set batching=run_to_completion"
             )
-        self.served, self.batcher = served, batcher
+        self.served, self.batcher, self.timeline = served, batcher, timeline or Timeline("policy")
         self.max_batch_size, self.join_share = max_batch_size, join_share
         self.steps = self.rows = 0
         self._tickets: list[Ticket] = []  # ticket i runs as row i of the chains
@@ -133,7 +147,7 @@ class StepJoin:
         failed = 0
         if self._tickets and not self._worth_joining():
             return failed
-        tickets = self.batcher.take_now(self._room) if self._tickets else self.batcher.take(timeout)
+        tickets = self.batcher.take_now(self._room) if self._tickets else _take(self.batcher, timeout, self.timeline)
         while tickets:
             failed += self._begin(tickets)
             tickets = self.batcher.take_now(self._room)  # of the other mode, or room that a failure left
@@ -150,8 +164,9 @@ class StepJoin:
 
     def _begin(self, tickets: list[Ticket]) -> int:
         try:
-            inputs, keys = _stacked(tickets)
-            fresh = self.served.begin(inputs, keys, str(tickets[0].kind))
+            with self.timeline.span(LANE, "prefix", size=len(tickets)):
+                inputs, keys = _stacked(tickets)
+                fresh = self.served.begin(inputs, keys, str(tickets[0].kind))
             chains = fresh if self._chains is None else Chains.cat([self._chains, fresh])
         except Exception as error:
             return _fail(tickets, error)
@@ -172,7 +187,8 @@ class StepJoin:
                 )
             )
         try:
-            self.served.denoise(self._chains)
+            with self.timeline.span(LANE, "denoise", size=len(self._tickets), version=self._version):
+                self.served.denoise(self._chains)
         except Exception as error:
             return self.fail(error)
         self.steps += 1
@@ -196,6 +212,18 @@ class StepJoin:
             else:
                 _answer(tickets, arrays)
         return len(leaving)
+
+
+def _take(batcher: Batcher, timeout: float | None, timeline: Timeline) -> list[Ticket]:
+    """The next batch; the wait for the first request and the wait for company are two things in the swimlanes."""
+    start = time.time()
+    tickets = batcher.take(timeout)
+    end = time.time()
+    waited = time.monotonic() - tickets[0].arrival if tickets else 0.0
+    arrived = min(max(start, end - waited), end)
+    timeline.add(LANE, "wait:env", start, arrived)
+    timeline.add(LANE, "wait:batch", arrived, end)
+    return tickets
 
 
 def _stacked(tickets: Sequence[Ticket]) -> tuple[Arrays, list[NoiseKey]]:

@@ -18,11 +18,10 @@ import numpy as np
 from vla3_plugin.policies.base import NoiseKey
 from vla3_plugin.policies.serve import ServedPolicy
 from vla3_plugin.rollout.batcher import Batcher, BatcherStats
-from vla3_plugin.rollout.denoising import make_runner
+from vla3_plugin.rollout.denoising import LANE, make_runner
 from vla3_plugin.telemetry.timeline import Timeline
 
 Arrays = dict[str, np.ndarray]
-LANE = "inference"
 
 
 class DirectLane:
@@ -57,7 +56,7 @@ class BatchedLane:
     ) -> None:
         self.served, self.timeline, self.deadline_s = served, timeline, deadline_s
         self.batcher = Batcher(stage["max_batch_size"], stage["max_wait_ms"], stage["max_queue"])
-        self.runner = make_runner(stage["batching"], served, self.batcher, stage["max_batch_size"])
+        self.runner = make_runner(stage["batching"], served, self.batcher, stage["max_batch_size"], timeline)
         self._changes: deque[tuple[Callable[[], None], Future]] = deque()
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name=LANE, daemon=True)

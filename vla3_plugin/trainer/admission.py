@@ -3,9 +3,9 @@
 A group (``group_size`` episodes of one task and initial state; 1 for PPO) is *admitted* under the version that the
 policy workers have then, which no sample of it can be older than. The step that trains at version ``now`` takes
 ``groups_per_step`` finished groups. A group admitted under version s has its *deadline* in the step at s +
-max_staleness: that step waits for it. Admission and choice keep the groups with deadlines up to any step fewer than the places left
-up to it, so nothing ever becomes too old by being late, and with ``max_staleness`` 0 a step takes exactly its groups of
-the plan.
+max_staleness: that step waits for it. Admission and choice keep the groups with deadlines up to any step fewer than the
+places left up to it, so nothing ever becomes too old by being late, and with ``max_staleness`` 0 a step takes exactly
+its groups of the plan.
 """
 
 from __future__ import annotations
