@@ -1,0 +1,186 @@
+"""The streamed gradient against the full batch's, in float64, through the engine's own code."""
+
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from torch import nn
+
+from vla3_plugin.config import AlgorithmConfig, TrainingStage
+from vla3_plugin.learner import fields
+from vla3_plugin.learner.engine_fsdp import VLAFSDPEngine
+from vla3_plugin.learner.objective import Objective
+from vla3_plugin.learner.streamed_counts import StreamedCounts
+
+CHUNK, DIM = 3, 2
+
+
+class TinyPolicy(nn.Module):
+    """Gaussian with a linear mean: enough for every term of the loss to have a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.mean, self.value = nn.Linear(4, CHUNK * DIM).double(), nn.Linear(4, 1).double()
+        self.log_std = nn.Parameter(torch.zeros(DIM, dtype=torch.float64))
+
+    def forward(self, batch, task):
+        mean = self.mean(batch["state"]).view(-1, CHUNK, DIM)
+        logprob = -0.5 * ((batch["trace.raw"] - mean) / self.log_std.exp()).square() - self.log_std
+        return {
+            "logprob": logprob,
+            "entropy": self.log_std.expand_as(logprob),
+            "value": self.value(batch["state"]),
+        }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group(tmp_path_factory):
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def engine():
+    """verl's engine around a module that is not sharded: what is tested is the accumulation, not FSDP."""
+    found = VLAFSDPEngine.__new__(VLAFSDPEngine)
+    found.module, found.scaler = TinyPolicy(), None
+    found.engine_config = types.SimpleNamespace(use_no_sync_for_gradient_accumulation=True)
+    found.optimizer = torch.optim.SGD(found.module.parameters(), lr=0.0)
+    found.get_data_parallel_group = lambda: None
+    found.get_data_parallel_size = lambda: 1
+    found.kept = {}
+
+    def step():
+        found.kept = {name: p.grad.clone() for name, p in found.module.named_parameters()}
+        return 0.0
+
+    found.optimizer_step = step
+    return found
+
+
+def samples(count, seed, spread=True):
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    lengths = torch.randint(1, CHUNK + 1, (count, 1), generator=g)
+    valid = torch.arange(CHUNK) < lengths
+    policy_mask = (torch.rand(count, 1, 1, generator=g) < (0.7 if spread else 1.0)).double()
+    return TensorDict(
+        {
+            "in.state": normal(count, 4),
+            "trace.raw": normal(count, CHUNK, DIM),
+            fields.STEP_MASK: valid,
+            fields.LOGPROB: normal(count, CHUNK, DIM) - 1,
+            fields.VALUE: normal(count, 1),
+            fields.ADVANTAGES: normal(count, 1),
+            fields.RETURNS: normal(count, 1),
+            fields.POLICY_MASK: policy_mask,
+            fields.VALUE_MASK: torch.ones(count, 1, dtype=torch.float64),
+            fields.REF_LOGPROB: normal(count, CHUNK, DIM) - 1,
+            fields.VERSION: torch.randint(3, 6, (count, 1), generator=g),
+        },
+        batch_size=count,
+    )
+
+
+def gradients(objective, data, micro_batches):
+    """Of the full batch in one pass, and of the same samples streamed in ``micro_batches`` (lists of rows)."""
+    from verl.utils import tensordict_utils as tu
+
+    full = engine()
+    everything = data.clone()
+    tu.assign_non_tensor(everything, micro_batch_size_per_gpu=len(data), learner_version=5)
+    full.forward_backward_batch(everything, objective)
+    expected = {name: p.grad for name, p in full.module.named_parameters()}
+    streamed = engine()
+    for i, rows in enumerate(micro_batches):
+        piece = data[torch.tensor(rows)].clone()
+        tu.assign_non_tensor(piece, learner_version=5)
+        streamed.accumulate(piece, objective, first=i == 0, last=i == len(micro_batches) - 1)
+    return expected, streamed.kept
+
+
+@st.composite
+def orders(draw):
+    count = draw(st.integers(2, 24))
+    rows = draw(st.permutations(range(count)))
+    cuts = sorted(draw(st.sets(st.integers(1, count - 1), max_size=6)))
+    return count, [list(rows[a:b]) for a, b in zip([0, *cuts], [*cuts, count], strict=True)]
+
+
+OBJECTIVES = {
+    "ppo": Objective(AlgorithmConfig()),
+    "grpo with a reference": Objective(AlgorithmConfig(adv_type="grpo", loss_type="actor", group_size=2, kl_beta=0.3)),
+    "decoupled": Objective(AlgorithmConfig(), TrainingStage(enabled=True, behave_weight_threshold=None)),
+    "truncated": Objective(AlgorithmConfig(), TrainingStage(enabled=True, correction="truncated")),
+    "interpolated": Objective(AlgorithmConfig(), TrainingStage(enabled=True, proximal="interpolate")),
+    "entropy": Objective(AlgorithmConfig(entropy_bonus=0.1, adv_type="grpo", loss_type="actor", group_size=2)),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@settings(max_examples=25, deadline=None)
+@given(order=orders(), seed=st.integers(0, 1000))
+def test_streamed_gradient_is_the_full_batch_gradient_whatever_the_order(name, order, seed):
+    count, micro_batches = order
+    objective = OBJECTIVES[name]
+    data = samples(count, seed, spread=objective.algorithm.loss_type == "actor")
+    expected, streamed = gradients(objective, data, micro_batches)
+    if not data[fields.POLICY_MASK].any():
+        assert not streamed, "nothing weighs anything: no optimizer step"
+        return
+    for parameter, gradient in expected.items():
+        scale = max(1e-12, float(gradient.abs().max()))
+        assert float((streamed[parameter] - gradient).abs().max()) <= 1e-10 * scale, parameter
+
+
+def test_terms_counted_in_varying_ratios_are_refused_not_mixed_up():
+    counts = StreamedCounts()
+    assert counts.add({"policy": 4.0, "value": 2.0}) == {"policy_count": 1.0, "value_count": 0.5}
+    assert counts.add({"policy": 0.0, "value": 0.0}) == {"policy_count": 1.0, "value_count": 1.0}, "padding"
+    with pytest.raises(ValueError, match=r"vla3\.algorithm\.reward_type.*vla3\.stages\.streaming"):
+        counts.add({"policy": 3.0, "value": 2.0})
+    assert counts.policy == 7.0
+
+
+def old_samples():
+    data = samples(6, 3, spread=False)
+    data[fields.VERSION] = torch.tensor([[5], [5], [4], [4], [3], [3]])
+    return data
+
+
+def test_samples_of_the_learners_own_version_are_clipped_around_the_behaviour_policy():
+    """At lag 0 the decoupled objective is plain PPO, whatever was recomputed."""
+    from verl.utils import tensordict_utils as tu
+
+    data = old_samples()
+    data[fields.VERSION] = torch.full((6, 1), 5)
+    data[fields.LEARNER_LOGPROB] = torch.randn(6, CHUNK, DIM, dtype=torch.float64)
+    found = []
+    for stage in (TrainingStage(), TrainingStage(enabled=True), TrainingStage(enabled=True, correction="truncated")):
+        batch = data.clone()
+        tu.assign_non_tensor(batch, learner_version=5, policy_count=1.0, value_count=1.0)
+        output = TinyPolicy()(fields.policy_batch(batch), "evaluate")
+        found.append(Objective(AlgorithmConfig(), stage)(output, batch)[0].item())
+    assert found[1] == pytest.approx(found[0], rel=1e-12) and found[2] == pytest.approx(found[0], rel=1e-12)
+
+
+def test_the_correction_changes_what_old_samples_weigh():
+    from verl.utils import tensordict_utils as tu
+
+    losses = {}
+    for correction in ("none", "decoupled", "truncated"):
+        batch = old_samples()
+        tu.assign_non_tensor(batch, learner_version=5, policy_count=1.0, value_count=1.0)
+        output = TinyPolicy()(fields.policy_batch(batch), "evaluate")
+        stage = TrainingStage(enabled=True, correction=correction, behave_weight_threshold=1.5)
+        losses[correction] = Objective(AlgorithmConfig(), stage)(output, batch)[0].item()
+    assert len({round(loss, 9) for loss in losses.values()}) == 3
