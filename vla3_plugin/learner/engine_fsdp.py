@@ -4,6 +4,7 @@ Everything about sharding, mixed precision, offload, optimizer, clipping and sha
 """
 
 from collections import UserDict
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.utils.torch_dtypes import PrecisionType
@@ -148,6 +150,29 @@ class VLAFSDPEngine(FSDPEngine):
         reported = {f"learner_{name}": value for name, value in detach_tree(output).items()}
         return loss, {"model_output": reported, "loss": loss.detach().item(), "metrics": metrics}
 
+    def _merged_lora_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
+        """Base plus adapters under the names of the policy without adapters, full tensors in the parameters' own dtype.
+
+        verl's own rounds them to bfloat16, and rollout and learner would then disagree about log-probs in float32.
+        Every rank must drain it: it runs the all-gathers.
+        """
+        from peft.tuners.lora import LoraLayer
+
+        prefix = "base_model.model."
+        layers = {n.removeprefix(prefix): m for n, m in self.module.named_modules() if isinstance(m, LoraLayer)}
+        with torch.no_grad():
+            for name, tensor in self.module.state_dict().items():
+                plain = name.removeprefix(prefix)
+                if ".lora_" in plain or ".original_module." in plain:
+                    continue
+                full = _full(tensor)
+                if ".base_layer." in plain:
+                    owner, leaf = plain.split(".base_layer.")
+                    if leaf == "weight":
+                        full = full + _lora_delta(layers[owner])
+                    plain = f"{owner}.{leaf}"
+                yield plain.replace(".modules_to_save.default.", "."), full
+
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         """verl's sharded checkpoint, and beside it the whole policy as plain safetensors in ``policy/``."""
         super().save_checkpoint(local_path, *args, **kwargs)
@@ -155,6 +180,19 @@ class VLAFSDPEngine(FSDPEngine):
         if self.rank == 0:
             self.policy.save(Path(local_path).parent / "policy", state)
         torch.distributed.barrier()
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.to(get_device_id()).full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+def _lora_delta(layer: Any) -> Tensor:
+    """scaling · B A of every active adapter (Hu et al. 2021, eq. 3), shaped like the layer's weight."""
+    parts = [
+        layer.scaling[a] * (_full(layer.lora_B[a].weight) @ _full(layer.lora_A[a].weight)) for a in layer.active_adapters
+    ]
+    delta = sum(parts[1:], parts[0])
+    return delta.T if layer.fan_in_fan_out else delta
 
 
 def _merge(outputs: list[dict[str, Any]]) -> dict[str, Any]:
