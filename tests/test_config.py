@@ -14,7 +14,7 @@ def test_the_defaults_are_valid():
     ("overrides", "message"),
     [
         ({"algoritm": {}}, r"vla3\.algoritm: unknown key; did you mean vla3\.algorithm\?"),
-        ({"env": {"shard_per_worker": 2}}, r"vla3\.env\.shard_per_worker: unknown key; did you mean vla3\.env\.shards_per_worker\?"),
+        ({"env": {"shard_per_worker": 2}}, r"shard_per_worker: unknown key; did you mean vla3.env.shards_per_worker\?"),
         ({"env": {"workers": "two"}}, r"vla3\.env\.workers: Value 'two'"),
         ({"seed": 1.5}, r"vla3\.seed"),
         ({"env": {"shards_per_worker": 0}}, r"vla3\.env\.shards_per_worker: 0, expected more than 0"),
@@ -26,6 +26,22 @@ def test_the_defaults_are_valid():
         ({"algorithm": {"logprob_type": "tokens"}}, r"logprob_type: 'tokens' is not a level"),
         ({"algorithm": {"reward_type": "action"}}, r"logprob_type: 'chunk' with reward_type: 'action'"),
         ({"algorithm": {"clip_ratio_low": 0.0}}, r"clip_ratio_low: 0\.0"),
+        ({"env": {"shards_per_worker": 2, "pipeline_stage_num": 3}}, r"pipeline_stage_num: 3, expected at most"),
+        ({"stages": {"training": {"max_staleness": -1}}}, r"max_staleness: -1, expected 0 or more"),
+        ({"stages": {"interaction": {"batching": "join"}}}, r"batching: 'join', expected one of run_to_completion"),
+        ({"stages": {"interaction": {"max_queue": 4, "max_batch_size": 8}}}, r"max_queue: 4, expected at least"),
+        ({"stages": {"streaming": {"enabled": True}}}, r"advantage_statistics: 'batch' with vla3\.stages\.streaming"),
+        (
+            {"stages": {"streaming": {"enabled": True}}, "algorithm": {"num_mini_batches": 2}},
+            r"mini_batches: 'samples' with vla3\.stages\.streaming",
+        ),
+        (
+            {
+                "stages": {"streaming": {"enabled": True}},
+                "algorithm": {"advantage_statistics": "previous", "logprob_type": "action"},
+            },
+            r"logprob_type: 'action' with reward_type 'chunk'",
+        ),
         (
             {"algorithm": {"filter_rewards": True, "rewards_lower_bound": 0.9, "rewards_upper_bound": 0.1}},
             r"rewards_lower_bound: 0\.9 is above",

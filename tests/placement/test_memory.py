@@ -173,7 +173,8 @@ def test_a_fit_is_silent_a_tight_one_warns_and_none_is_refused_with_the_arithmet
     assert warning is not None and "little to spare" in warning and "(machine)" in warning
     with pytest.raises(MemoryFitError) as error:
         check_fit(result, need - 1, "control group /x")
-    for piece in ("host memory", "control group /x", "2 process(es) of 1 slot(s) x 2.00 GB", "vla3.env.shards_per_worker"):
+    process = "2 process(es) of 1 slot(s) x 2.00 GB"
+    for piece in ("host memory", "control group /x", process, "vla3.env.shards_per_worker"):
         assert piece in str(error.value), piece
 
 

@@ -44,7 +44,7 @@ def synchronous(launch, line, tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["ppo", "grpo"])
 def test_all_stages_at_lag_0_learn_what_the_synchronous_run_learns(synchronous, launch, line, tmp_path, kind):
-    """Two mini-batches, two epochs, PPO with a critic and GRPO at token level: the same parameters after three steps."""
+    """Two mini-batches, two epochs, PPO with a critic, GRPO at token level: after three steps, the same parameters."""
     extra = GRPO if kind == "grpo" else []
     run = launch(
         tmp_path / "run", *line, *SAME, *SHORT, *extra, *ON, "vla3.stages.training.max_staleness=0",

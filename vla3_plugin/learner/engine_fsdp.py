@@ -183,13 +183,17 @@ class VLAFSDPEngine(FSDPEngine):
 
 
 def _full(tensor: Tensor) -> Tensor:
-    return tensor.to(get_device_id()).full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().clone()
+    moved: Any = tensor.to(get_device_id())  # an offloaded shard
+    return moved.full_tensor()
 
 
 def _lora_delta(layer: Any) -> Tensor:
     """scaling · B A of every active adapter (Hu et al. 2021, eq. 3), shaped like the layer's weight."""
     parts = [
-        layer.scaling[a] * (_full(layer.lora_B[a].weight) @ _full(layer.lora_A[a].weight)) for a in layer.active_adapters
+        layer.scaling[name] * (_full(layer.lora_B[name].weight) @ _full(layer.lora_A[name].weight))
+        for name in layer.active_adapters
     ]
     delta = sum(parts[1:], parts[0])
     return delta.T if layer.fan_in_fan_out else delta
