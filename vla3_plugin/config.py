@@ -34,7 +34,7 @@ class EnvConfig:
     pipeline_stage_num: int = 1  # parts of a worker's shards that take turns with the policy (synchronous interaction)
     python: str | None = None  # another interpreter for the simulator
     timeout_s: float = 120.0  # one reset or one chunk step
-    deadline_s: float = 1800.0  # all episodes of one step or evaluation
+    deadline_s: float = 1800.0  # from one finished episode to the next
     held_out_init_states: int = 0  # initial states never trained on
 
 
@@ -125,6 +125,7 @@ class VLA3Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     stages: StagesConfig = field(default_factory=StagesConfig)
     keep_checkpoints: int = 2
+    deadline_s: float = 1800.0  # one answer of a policy worker, one micro-batch of the learner, one publication
     parity_tolerance: float = 1e-4  # rollout against learner log-probs at the start of a run
 
 
@@ -155,6 +156,7 @@ _POSITIVE = (
     "stages.interaction.max_batch_size",
     "stages.interaction.max_queue",
     "keep_checkpoints",
+    "deadline_s",
     "parity_tolerance",
 )
 _UNIT = ("algorithm.gamma", "algorithm.gae_lambda")

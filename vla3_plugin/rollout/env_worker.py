@@ -51,6 +51,7 @@ class EnvWorker:
         seed: int,
         asynchronous: bool,
         run_dir: str,
+        deadline_s: float,
     ) -> None:
         import transfer_queue as tq
 
@@ -58,7 +59,7 @@ class EnvWorker:
         from vla3_plugin.policies.prepare import check_env, load_preparer
 
         tq.init()
-        self.policy_worker, self.run_dir = policy_worker, run_dir
+        self.policy_worker, self.run_dir, self.deadline_s = policy_worker, run_dir, deadline_s
         self.preparer = load_preparer(policy["path"], **policy["options"])
         self.envs = [
             make_env(
@@ -91,7 +92,13 @@ class EnvWorker:
         return {name: tensor.numpy() for name, tensor in self.preparer.prepare(observations).items()}
 
     def _act(self, inputs: Arrays, keys: Sequence[Any], mode: Mode) -> Arrays:
-        return ray.get(self.policy_worker.act.remote(inputs, list(keys), mode))
+        try:
+            return ray.get(self.policy_worker.act.remote(inputs, list(keys), mode), timeout=self.deadline_s)
+        except ray.exceptions.GetTimeoutError:
+            raise TimeoutError(
+                f"policy worker {self.policy_worker} did not answer {len(keys)} requests within vla3.deadline_s = "
+                f"{self.deadline_s} s; first request (seed, episode, chunk): {tuple(keys[0])}"
+            ) from None
 
     def _play(self, loop: Interaction) -> None:
         try:

@@ -17,17 +17,25 @@ class Publisher:
     """
 
     def __init__(
-        self, weight_plane: Any, learner: Any, published: Callable[[int], None], background: bool, timeline: Timeline
+        self,
+        weight_plane: Any,
+        learner: Any,
+        published: Callable[[int], None],
+        background: bool,
+        timeline: Timeline,
+        deadline_s: float,
     ) -> None:
         self.weight_plane, self.learner, self.published, self.timeline = weight_plane, learner, published, timeline
         self._lane = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publication") if background else None
         self._under_way: Future | None = None
+        self._version, self.deadline_s = -1, deadline_s
 
     def publish(self, version: int) -> dict[str, float]:
         """Metrics of this publication, or in the background of the one before it."""
         if self._lane is None:
             return self._send(version)
         metrics = self.wait()
+        self._version = version
         self.learner.snapshot(version)
         self._under_way = self._lane.submit(self._send, version)
         return metrics
@@ -45,7 +53,15 @@ class Publisher:
         if self._under_way is None:
             return {}
         with self.timeline.span("step", "wait:weights"):
-            metrics = self._under_way.result()
+            try:
+                metrics = self._under_way.result(timeout=self.deadline_s)
+            except TimeoutError:
+                if self._under_way.done():  # its own
+                    raise
+                raise TimeoutError(
+                    f"version {self._version} was not served by all policy workers within vla3.deadline_s = "
+                    f"{self.deadline_s} s after it was sent"
+                ) from None
         self._under_way = None
         return metrics
 

@@ -64,7 +64,15 @@ class MicroBatches:
         self._sent += 1
 
     def _collect(self) -> None:
-        for answer in ray.get(self._refs.pop(0)):
+        deadline_s = self.trainer.vla3.deadline_s
+        try:
+            answers = ray.get(self._refs.pop(0), timeout=deadline_s)
+        except ray.exceptions.GetTimeoutError:
+            raise TimeoutError(
+                f"the learner's {self.trainer.dp_size} ranks did not finish a micro-batch of {self.size} samples "
+                f"within vla3.deadline_s = {deadline_s} s"
+            ) from None
+        for answer in answers:
             found = answer.extra_info["metrics"] if hasattr(answer, "extra_info") else answer["metrics"]
             for name, values in getattr(found, "data", found).items():
                 self.metrics.setdefault(name, []).extend(values)

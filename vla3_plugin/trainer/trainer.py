@@ -102,6 +102,7 @@ class VLA3Trainer(PPOTrainer):
             self._published,
             self.vla3.stages.training.enabled,
             self.timeline,
+            self.vla3.deadline_s,
         )
 
     def get_llm_client(self) -> list[Any]:

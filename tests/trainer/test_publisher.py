@@ -1,0 +1,72 @@
+"""Publication in the background: in order, one at a time, with a deadline and without losing an error."""
+
+import threading
+
+import pytest
+
+from vla3_plugin.telemetry.timeline import Timeline
+from vla3_plugin.trainer.publisher import Publisher
+
+
+class Learner:
+    def __init__(self):
+        self.snapshots = []
+
+    def snapshot(self, version):
+        self.snapshots.append(version)
+
+
+class WeightPlane:
+    """Sends when ``gate`` is open."""
+
+    def __init__(self):
+        self.gate, self.sent, self.error = threading.Event(), [], None
+
+    def update_weights(self, version):
+        assert self.gate.wait(10)
+        if self.error:
+            raise self.error
+        self.sent.append(version)
+        return {"weights/bytes": 1.0}
+
+
+def publisher(background, deadline_s=10.0):
+    plane, learner, served = WeightPlane(), Learner(), []
+    return plane, learner, served, Publisher(plane, learner, served.append, background, Timeline("d"), deadline_s)
+
+
+def test_training_goes_on_while_a_snapshot_is_sent_and_the_next_waits_for_it():
+    plane, learner, served, found = publisher(background=True)
+    assert found.publish(1) == {}, "returns before anything was sent"
+    assert learner.snapshots == [1] and served == []
+    plane.gate.set()
+    metrics = found.publish(2)
+    assert metrics["weights/bytes"] == 1.0, "of version 1, which was waited for"
+    found.wait()
+    assert plane.sent == served == learner.snapshots == [1, 2]
+
+
+def test_in_line_publication_takes_no_snapshot_and_returns_when_it_is_served():
+    plane, learner, served, found = publisher(background=False)
+    plane.gate.set()
+    assert "timing_s/publish" in found.publish(3)
+    assert served == [3] and learner.snapshots == []
+
+
+def test_a_publication_that_fails_is_reported_by_the_next_wait_and_serves_nothing():
+    plane, _, served, found = publisher(background=True)
+    plane.error = RuntimeError("checksum")
+    plane.gate.set()
+    found.publish(1)
+    with pytest.raises(RuntimeError, match="checksum"):
+        found.wait()
+    assert served == []
+
+
+def test_a_publication_that_never_ends_is_named_after_the_deadline():
+    plane, _, _, found = publisher(background=True, deadline_s=0.05)
+    found.publish(7)
+    with pytest.raises(TimeoutError, match=r"version 7 was not served .* vla3\.deadline_s = 0\.05"):
+        found.wait()
+    plane.gate.set()
+    found.close()
