@@ -163,7 +163,7 @@ def test_samples_of_the_learners_own_version_are_clipped_around_the_behaviour_po
 
     data = old_samples()
     data[fields.VERSION] = torch.full((6, 1), 5)
-    data[fields.LEARNER_LOGPROB] = torch.randn(6, CHUNK, DIM, dtype=torch.float64)
+    data[fields.PROXIMAL] = torch.randn(6, CHUNK, DIM, dtype=torch.float64)
     found = []
     for stage in (TrainingStage(), TrainingStage(enabled=True), TrainingStage(enabled=True, correction="truncated")):
         batch = data.clone()

@@ -7,7 +7,7 @@ from tensordict import TensorDict
 from vla3_plugin.config import AlgorithmConfig
 from vla3_plugin.learner import fields
 from vla3_plugin.learner.objective import Objective
-from vla3_plugin.trainer.batch import advantages, padding_rows
+from vla3_plugin.trainer.batch import AdvantageScale, advantages, combine, padding_rows
 
 CHUNK, DIM = 4, 3
 
@@ -158,3 +158,36 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_its_parts():
     model = {"logprob": data["logprob"], "entropy": data["logprob"], "value": data["value"] * float("nan")}
     with pytest.raises(FloatingPointError, match="value_loss"):
         Objective(config)(model, {**dict(data.items()), **counts})
+
+
+def test_metrics_of_pieces_add_counts_and_weigh_the_rest_by_samples():
+    pieces = [
+        ({"actor/groups_without_spread": 1.0, "actor/advantage_abs_mean": 1.0}, 10),
+        ({"actor/groups_without_spread": 2.0, "actor/advantage_abs_mean": 4.0}, 20),
+        ({"actor/groups_without_spread": 1.0}, 5),
+    ]
+    assert combine(pieces) == {
+        "actor/groups_without_spread": 4.0,
+        "actor/advantage_abs_mean": pytest.approx(3.0),
+    }
+
+
+def test_previous_statistics_normalise_pieces_as_they_normalise_the_whole():
+    """The first batch uses its own, the second the first's, in one piece or in several."""
+    first, second = samples([True, False, True], [8, 10, 5], seed=1), samples([False, True, True], [10, 4, 9], seed=2)
+    config = AlgorithmConfig(advantage_statistics="previous")
+    whole, pieces = AdvantageScale("previous"), AdvantageScale("previous")
+    for scale in (whole, pieces):
+        assert scale.needs_whole_batch
+        advantages(first, config, 10, scale)
+        scale.end_of_batch()
+        assert not scale.needs_whole_batch
+    expected = advantages(second, config, 10, whole)[0][fields.ADVANTAGES]
+    for episode in range(3):
+        rows = (second["episode_id"] == episode).flatten()
+        piece = {name: value[rows] for name, value in second.items()}
+        found = advantages(piece, config, 10, pieces)[0][fields.ADVANTAGES]
+        torch.testing.assert_close(found, expected[rows])
+    whole.end_of_batch()
+    pieces.end_of_batch()
+    assert pieces.previous == pytest.approx(whole.previous)

@@ -50,7 +50,7 @@ class ActorWorker(DetachActorWorker):
         if last and end_of_update:
             metrics["lr"] = [engine.lr_scheduler_step()]
         self._idle_since = 0.0 if last else time.time()
-        kept = {fields.LEARNER_LOGPROB: output["model_output"][fields.LEARNER_LOGPROB].cpu()} if keep else {}
+        kept = {fields.PROXIMAL: output["model_output"][fields.LEARNER_LOGPROB].cpu()} if keep else {}
         return tu.get_tensordict(tensor_dict=kept, non_tensor_dict={"metrics": metrics})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))

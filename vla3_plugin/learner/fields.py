@@ -20,6 +20,7 @@ VALUE_MASK = "value_mask"  # like VALUE
 STEP_MASK = "valid"  # [N, C]
 VERSION = "version" + SCALAR  # [N, 1] what made the sample
 REF_LOGPROB = "ref_logprob"  # [N, C, D]
+PROXIMAL = "proximal_logprob"  # [N, C, D] the learner's, before the updates of the step
 LEARNER_LOGPROB = "learner_logprob"  # [N, C, D] forward-only output of the learner
 LEARNER_ENTROPY = "learner_entropy"
 LEARNER_VALUE = "learner_value"

@@ -122,7 +122,7 @@ class Objective:
         """Log-probs of the policy around which the ratio is clipped: the learner's before this step's updates.
 
         A sample of the learner's own version carries them already. For the others they were recomputed before the
-        updates (``learner_logprob``); a streamed micro-batch that is seen for the first time has them in hand.
+        updates; a streamed micro-batch that is seen for the first time has them in hand.
         """
         now, version = int(data["learner_version"]), data[fields.VERSION].flatten()
         if self.training.proximal == "interpolate":
@@ -130,9 +130,9 @@ class Objective:
                 logprob=logprob, behaviour_logprob=behaviour, version=version, version_now=now
             )
         recomputed = logprob
-        if fields.LEARNER_LOGPROB in data.keys():
+        if fields.PROXIMAL in data.keys():
             recomputed = granularity.aggregate_logprob(
-                data[fields.LEARNER_LOGPROB], data[fields.STEP_MASK].bool(), logprob_type=self.algorithm.logprob_type
+                data[fields.PROXIMAL], data[fields.STEP_MASK].bool(), logprob_type=self.algorithm.logprob_type
             )
         fresh = (version >= now).view(-1, *[1] * (logprob.dim() - 1))
         return torch.where(fresh, behaviour, recomputed)

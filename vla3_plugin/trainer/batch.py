@@ -40,6 +40,7 @@ class Batch:
         self.trajectories, self.divisor = trajectories, divisor
         self.leftovers: list[str] = []  # padding rows of streamed micro-batches, to be cleared with the batch
         self.trained_keys: list[str] = []  # samples that weigh something
+        self.values: list[tuple[Tensor, Tensor, Tensor]] = []  # behaviour values, returns, mask; of a critic
         self.sort()
 
     def sort(self) -> None:
@@ -52,6 +53,7 @@ class Batch:
         self.trajectories += piece.trajectories
         self.leftovers += piece.padding + piece.leftovers
         self.trained_keys += piece.trained_keys
+        self.values += piece.values
 
     @property
     def all_keys(self) -> list[str]:
@@ -73,11 +75,38 @@ class Batch:
             [t["control_steps"] for t in self.trajectories],
             seconds,
         )
-        return episodes | {
-            "rollout/chunk_steps": float(len(self.keys)),
-            "rollout/chunk_steps_per_s": len(self.keys) / max(seconds, 1e-9),
-            "actor/padding_rows": float(len(self.padding)),
+        return (
+            episodes
+            | self._critic_metrics()
+            | {
+                "rollout/chunk_steps": float(len(self.keys)),
+                "rollout/chunk_steps_per_s": len(self.keys) / max(seconds, 1e-9),
+                "actor/padding_rows": float(len(self.padding)),
+            }
+        )
+
+    def _critic_metrics(self) -> dict[str, float]:
+        if not self.values:
+            return {}
+        value, target, mask = (torch.cat(parts) for parts in zip(*self.values, strict=True))
+        return {
+            "critic/explained_variance": explained_variance(value, target, mask.bool()),
+            "critic/value_mean": float(value[mask.bool()].mean()),
         }
+
+
+_COUNTS = ("actor/groups_without_spread", "actor/filtered_below", "actor/filtered_above")
+
+
+def combine(pieces: list[tuple[dict[str, float], int]]) -> dict[str, float]:
+    """Metrics of a batch from those of its pieces, each with its number of samples: counts add up, the rest is averaged
+    over samples."""
+    found: dict[str, float] = {}
+    for name in {name for metrics, _ in pieces for name in metrics}:
+        parts = [(metrics[name], size) for metrics, size in pieces if name in metrics]
+        weights = [1.0 if name in _COUNTS else size / sum(size for _, size in parts) for _, size in parts]
+        found[name] = sum(value * weight for (value, _), weight in zip(parts, weights, strict=True))
+    return found
 
 
 def padding_rows(keys: list[str], divisor: int) -> list[str]:
@@ -192,9 +221,6 @@ def advantages(
         )
     value_mask = granularity.aggregate_flags(flat_valid, flat_valid, reward_type=a.reward_type).float()
     flat_returns = adv.unpad(target, layout)
-    if a.adv_type == "gae":
-        metrics["critic/explained_variance"] = explained_variance(data[fields.VALUE], flat_returns, value_mask.bool())
-        metrics["critic/value_mean"] = float(data[fields.VALUE][value_mask.bool()].mean())
     if bool(live.any()):
         metrics["actor/advantage_abs_mean"] = float(flat_advantage[live].abs().mean())
     result = {

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from vla3_plugin.rollout import store
-from vla3_plugin.trainer.batch import Batch, padding_rows, write_padding_rows
+from vla3_plugin.trainer.batch import Batch, combine, padding_rows, write_padding_rows
 
 if TYPE_CHECKING:
     from vla3_plugin.trainer.trainer import VLA3Trainer
@@ -88,17 +88,20 @@ def train_arriving(trainer: VLA3Trainer, metrics: dict[str, Any]) -> Batch:
     """The first epoch of a global batch, a mini-batch after the other, each as its groups arrive."""
     batch = Batch([], divisor=trainer.dp_size * trainer.vla3.algorithm.num_mini_batches)
     found: dict[str, list[float]] = {}
+    prepared: list[tuple[dict[str, float], int]] = []
     for limit in limits(trainer):
         stream = MicroBatches(trainer, end_of_update=limit == trainer.groups_per_step)
         while len(trainer.feeder.admission.taken) < limit:
             groups = trainer.feeder.groups(limit)
             piece = Batch([t for g in groups for t in g.trajectories], divisor=trainer.dp_size)
             write_padding_rows(piece.keys, piece.padding)
-            trainer.prepare(piece, metrics)
+            if limit == limits(trainer)[0]:  # later the learner is no longer what it was before the step
+                trainer.check_parity(piece, metrics)
+            prepared.append((trainer.prepare(piece), len(piece.keys)))
             stream.add(piece.trained_keys)
             batch.join(piece)
         _finish(stream, batch, found)
-    metrics.update(_means(found))
+    metrics.update(combine(prepared) | _means(found))
     batch.sort()
     return batch
 

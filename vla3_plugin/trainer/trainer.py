@@ -35,7 +35,15 @@ from vla3_plugin.telemetry.timeline import Timeline
 from vla3_plugin.telemetry.utilisation import staleness_metrics
 from vla3_plugin.trainer import checkpoint, evaluate, streaming
 from vla3_plugin.trainer.admission import Admission, Group
-from vla3_plugin.trainer.batch import PADDING, AdvantageScale, Batch, advantages, put, write_padding_rows
+from vla3_plugin.trainer.batch import (
+    PADDING,
+    AdvantageScale,
+    Batch,
+    advantages,
+    combine,
+    put,
+    write_padding_rows,
+)
 from vla3_plugin.trainer.feeder import Feeder
 from vla3_plugin.trainer.publisher import Publisher
 from vla3_plugin.trainer.record import RunRecord
@@ -198,8 +206,10 @@ class VLA3Trainer(PPOTrainer):
         else:
             with marked_timer("collect", timing_raw, color="red"):
                 batch = self.collect()
-            metrics["rollout/collect_s"] = timing_raw["collect"]
-            self.prepare(batch, metrics, timing_raw)
+            with marked_timer("parity", timing_raw, color="blue"):
+                self.check_parity(batch, metrics)
+            with marked_timer("prepare", timing_raw, color="brown"):
+                metrics.update(self.prepare(batch))
             if batch.trained_keys:
                 with marked_timer("update", timing_raw, color="red"), self.timeline.span("step", "update"):
                     self.train_whole_batch(batch, metrics)
@@ -232,16 +242,12 @@ class VLA3Trainer(PPOTrainer):
         write_padding_rows(batch.keys, batch.padding)
         return batch
 
-    def prepare(self, batch: Batch, metrics: dict, timing_raw: dict | None = None) -> None:
-        """Everything between rollout and update: the parity check, reference log-probs, advantages and weights."""
-        timing = {} if timing_raw is None else timing_raw
-        with marked_timer("parity", timing, color="blue"):
-            self.check_parity(batch, metrics)
+    def prepare(self, batch: Batch) -> dict[str, float]:
+        """What stands between rollout and update: reference log-probs, advantages and weights of whole groups."""
         if self.use_reference_policy:
-            with marked_timer("reference", timing, color="olive"):
-                self.reference_logprobs(batch)
-        with marked_timer("advantages", timing, color="brown"), self.timeline.span("step", "advantages"):
-            self.compute_advantages(batch, metrics)
+            self.reference_logprobs(batch)
+        with self.timeline.span("step", "advantages"):
+            return self.compute_advantages(batch)
 
     def train_whole_batch(self, batch: Batch, metrics: dict) -> None:
         algorithm, stage = self.vla3.algorithm, self.vla3.stages.training
@@ -253,6 +259,8 @@ class VLA3Trainer(PPOTrainer):
             return
         if stage.enabled and stale and stage.correction != "none" and stage.proximal == "recompute":
             self._learner_outputs(self.actor_rollout_wg, "compute_log_prob", batch.all_keys)
+            found = store.get_fields(batch.keys, [fields.LEARNER_LOGPROB])
+            put(batch, {fields.PROXIMAL: found[fields.LEARNER_LOGPROB]})
         self.update(batch, metrics, algorithm.update_epoch)
 
     def _learner_outputs(self, worker_group: Any, method: str, keys: list[str], **extra: Any) -> None:
@@ -307,17 +315,19 @@ class VLA3Trainer(PPOTrainer):
         found = store.get_fields(batch.keys, [fields.LEARNER_LOGPROB])
         put(batch, {fields.REF_LOGPROB: found[fields.LEARNER_LOGPROB]})
 
-    def compute_advantages(self, batch: Batch, metrics: dict) -> None:
+    def compute_advantages(self, batch: Batch) -> dict[str, float]:
         """Advantages, returns and weights into the store; ``batch.trained_keys`` are the samples that weigh something.
 
         None does when all groups are equal.
         """
         data = store.get_fields(batch.keys, Batch.FIELDS)
         result, found = advantages(data, self.vla3.algorithm, self.interaction.env_spec.max_steps, self.scale)
-        metrics.update(found)
         put(batch, result)
+        if self.vla3.algorithm.loss_type == "actor_critic":
+            batch.values = [(data[fields.VALUE], result[fields.RETURNS], result[fields.VALUE_MASK])]
         weighs = (result[fields.POLICY_MASK] > 0).flatten(1).any(1).tolist()
         batch.trained_keys = [key for key, yes in zip(batch.keys, weighs, strict=True) if yes]
+        return found
 
     def update(self, batch: Batch, metrics: dict, epochs: int) -> None:
         """``epochs`` passes over the batch in ``num_mini_batches`` optimizer steps each."""
@@ -331,8 +341,9 @@ class VLA3Trainer(PPOTrainer):
             temperature=1.0,
         )
         output = self.actor_rollout_wg.update_actor(request)
-        found = rename_dict(output["metrics"], "actor/")
-        metrics.update(reduce_metrics(found))
+        found = reduce_metrics(rename_dict(output["metrics"], "actor/"))
+        earlier = self.vla3.algorithm.update_epoch - epochs  # streamed epochs, whose figures are there already
+        metrics.update(combine([(metrics, earlier), (found, epochs)] if earlier else [(found, 1)]))
 
     # ---- evaluation, metrics, checkpoints ----
 
