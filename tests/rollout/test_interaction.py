@@ -25,9 +25,9 @@ def act(inputs, keys, mode):
     }
 
 
-def play(env_count, slots, episodes=11, mode="train", **options):
+def play(env_count, slots, episodes=11, mode="train", always=False, **options):
     envs = [ToyEnv(num_slots=slots, max_steps=10, **options) for _ in range(env_count)]
-    interaction = Interaction(envs, prepare, act, seed=3)
+    interaction = Interaction(envs, prepare, act, seed=3, bootstrap_terminated=always)
     plan = [Episode(i, i % 2, 0, 100 + i, i) for i in range(episodes)]
     try:
         source = EpisodeQueue([Assignment(e, mode, True, e.episode_id == 2) for e in plan], closed=True)
@@ -84,3 +84,11 @@ def test_only_asked_for_episodes_are_filmed_with_every_control_step(one):
 def test_evaluation_asks_for_no_bootstrap_values():
     evaluated = play(2, 2, mode="eval")
     assert all(not t.samples["bootstrap"].any() for t in evaluated.values())
+
+
+def test_bootstrap_type_always_asks_for_the_value_of_every_final_observation(one):
+    every = play(1, 2, always=True)
+    assert any(t.samples["terminated"].any() for t in every.values()), "some episodes end by themselves"
+    assert all(t.samples["bootstrap"][-1].any() for t in every.values())
+    for index, trajectory in one.items():
+        np.testing.assert_array_equal(trajectory.samples["rewards"], every[index].samples["rewards"])

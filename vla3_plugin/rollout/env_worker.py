@@ -52,6 +52,7 @@ class EnvWorker:
         asynchronous: bool,
         run_dir: str,
         deadline_s: float,
+        bootstrap_terminated: bool,
     ) -> None:
         import transfer_queue as tq
 
@@ -79,7 +80,7 @@ class EnvWorker:
         count = len(self.envs) if asynchronous else env["pipeline_stage_num"]
         parts = [self.envs[i::count] for i in range(count)]
         self.loops = [
-            Interaction(part, self._prepare, self._act, seed, self.timeline, f"shard {i}")
+            Interaction(part, self._prepare, self._act, seed, self.timeline, f"shard {i}", bootstrap_terminated)
             for i, part in enumerate(parts)
         ]
         for i, loop in enumerate(self.loops):

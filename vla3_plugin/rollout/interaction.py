@@ -46,7 +46,11 @@ class _Running:
 
 
 class Interaction:
-    """Plays assigned episodes over ``envs``; one thread an environment process, so that they step at the same time."""
+    """Plays assigned episodes over ``envs``; one thread an environment process, so that they step at the same time.
+
+    Training episodes that were truncated get the value of their final observation; ``bootstrap_terminated``: those that
+    ended by themselves too (``vla3.algorithm.bootstrap_type: always``).
+    """
 
     def __init__(
         self,
@@ -56,8 +60,10 @@ class Interaction:
         seed: int,
         timeline: Timeline | None = None,
         lane: str = "shard 0",
+        bootstrap_terminated: bool = False,
     ) -> None:
         self.envs, self.prepare, self.act, self.seed = envs, prepare, act, seed
+        self.bootstrap_terminated = bootstrap_terminated
         self.timeline, self.lane = timeline or Timeline("env"), lane
         self.slots = [(e, s) for s in range(max(env.num_slots for env in envs)) for e in range(len(envs))]
         self.slots = [(e, s) for e, s in self.slots if s < envs[e].num_slots]
@@ -66,18 +72,18 @@ class Interaction:
     def run(self, source: EpisodeQueue) -> Iterator[Finished]:
         """Yield episodes as they finish, until ``source`` is closed and empty."""
         running: dict[Slot, _Running] = {}
-        truncated: list[tuple[_Running, Observation]] = []
+        ended: list[tuple[_Running, Observation]] = []
         while True:
-            self._start(source, running, wait=not (running or truncated))
-            if not running and not truncated:
+            self._start(source, running, wait=not (running or ended))
+            if not running and not ended:
                 return
             order = [slot for slot in self.slots if slot in running]
             rows = [running[slot] for slot in order]
-            answers = self._ask(rows, truncated)
-            for (run, _), answer in zip(truncated, answers[len(rows) :], strict=True):
+            answers = self._ask(rows, ended)
+            for (run, _), answer in zip(ended, answers[len(rows) :], strict=True):
                 run.chunks[-1]["bootstrap"] = answer["value"].copy()
                 yield _finish(run)
-            truncated = []
+            ended = []
             results = self._step(order, rows, answers)
             for slot, run, answer in zip(order, rows, answers, strict=False):
                 result = results[slot]
@@ -88,9 +94,9 @@ class Interaction:
                 if not result.done:
                     continue
                 del running[slot]
-                if run.assignment.mode == "train" and result.truncated.any():
+                if run.assignment.mode == "train" and (self.bootstrap_terminated or result.truncated.any()):
                     assert result.final_observation is not None
-                    truncated.append((run, result.final_observation))
+                    ended.append((run, result.final_observation))
                 else:
                     yield _finish(run)
 
@@ -120,12 +126,12 @@ class Interaction:
                     if run.assignment.record:
                         run.frames.append(next(iter(run.observation.images.values())))
 
-    def _ask(self, rows: list[_Running], truncated: list[tuple[_Running, Observation]]) -> list[Arrays]:
-        """The policy's answer to every row, then to the final observation of every truncated episode (for its value).
+    def _ask(self, rows: list[_Running], ended: list[tuple[_Running, Observation]]) -> list[Arrays]:
+        """The policy's answer to every row, then to the final observation of every episode that ended (for its value).
 
         Inputs are part of an answer, as ``in.*``: they are what the learner will evaluate.
         """
-        asked = [(r, r.observation) for r in rows] + truncated
+        asked = [(r, r.observation) for r in rows] + ended
         answers: list[Arrays] = [{} for _ in asked]
         for mode in sorted({run.assignment.mode for run, _ in asked}):
             chosen = [i for i, (run, _) in enumerate(asked) if run.assignment.mode == mode]

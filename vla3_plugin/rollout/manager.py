@@ -57,8 +57,16 @@ class InteractionManager:
         remote: Any = ray.remote(num_cpus=0, max_concurrency=4)(EnvWorker)
         workers = [
             remote.remote(
-                rank, env, policy, server, vla3["seed"], stage["enabled"], vla3["run_dir"], vla3["deadline_s"]
-            )
+                rank,
+                env,
+                policy,
+                server,
+                vla3["seed"],
+                stage["enabled"],
+                vla3["run_dir"],
+                vla3["deadline_s"],
+                vla3["algorithm"]["bootstrap_type"] == "always",
+            )  # fmt: skip
             for rank, server in ((r, llm_client[r % len(llm_client)]) for r in range(env["workers"]))
         ]
         slots = env["shards_per_worker"] * env["envs_per_shard"]
