@@ -25,7 +25,7 @@ def act(inputs, keys, mode):
     }
 
 
-def play(env_count, slots, episodes=11, mode="train", always=False, **options):
+def play(env_count, slots, episodes=60, mode="train", always=False, **options):
     envs = [ToyEnv(num_slots=slots, max_steps=10, **options) for _ in range(env_count)]
     interaction = Interaction(envs, prepare, act, seed=3, bootstrap_terminated=always)
     plan = [Episode(i, i % 2, 0, 100 + i, i) for i in range(episodes)]
@@ -52,7 +52,7 @@ def test_trajectories_do_not_depend_on_the_number_of_environments(one, envs, slo
 
 
 def test_every_episode_is_played_once_and_names_its_samples(one):
-    assert sorted(one) == list(range(11))
+    assert sorted(one) == list(range(60))
     keys = [key for t in one.values() for key in t.keys()]
     assert len(keys) == len(set(keys)) == sum(len(t) for t in one.values())
 
@@ -60,7 +60,7 @@ def test_every_episode_is_played_once_and_names_its_samples(one):
 def test_truncated_episodes_carry_the_value_of_their_final_observation(one):
     """And of no other: the bootstrap is at the chunk that was cut, and nowhere where the task ended by itself."""
     truncated = [t for t in one.values() if t.samples["truncated"].any()]
-    assert truncated, "random actions must fail sometimes"
+    assert 0 < len(truncated) < len(one), "random actions must fail sometimes, and sometimes not"
     for trajectory in one.values():
         bootstrap, state = trajectory.samples["bootstrap"], trajectory.samples["in.state"]
         assert not bootstrap[:-1].any()
