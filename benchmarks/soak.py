@@ -75,6 +75,7 @@ def main() -> None:
         "vla3/stages@_global_=asynchronous", f"vla3.run_dir={directory / 'run'}",
         "trainer.total_training_steps=1000000", *args.override,
     ]  # fmt: skip
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and passes that on
     before = float(len(list(Path("/dev/shm").iterdir())))
     with (directory / "log").open("w") as log:
         run = subprocess.Popen(command, cwd=directory, stdout=log, stderr=log, env={**os.environ, TAG: tag})
