@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bound import bound
+from bound import bound, read
 
 ON = {
     "interaction": "vla3.stages.interaction.enabled=true",
@@ -51,7 +51,7 @@ def collocated(args: argparse.Namespace) -> list[str]:
     """Both roles on both of two emulated devices: two replicas and two learner ranks, each busy half of the time."""
     if args.real:
         raise SystemExit("sync_collocated: on one machine without devices every mode is collocated; leave it out")
-    shards = args.shards // 2
+    shards = read(args.preset).shards // 2
     return [
         "trainer.n_gpus_per_node=2",
         "actor_rollout_ref.rollout.n_gpus_per_node=2",
@@ -112,7 +112,6 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=None, choices=MODES)
     parser.add_argument("--steps", type=int, default=8, help="measured steps")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them")
-    parser.add_argument("--shards", type=int, default=16, help="of the preset, for sync_collocated")
     parser.add_argument("--override", nargs="*", default=[], help="further Hydra overrides, in every mode")
     parser.add_argument("--out", type=Path, help="keep the runs here")
     parser.add_argument("--json", action="store_true")
