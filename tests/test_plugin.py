@@ -75,6 +75,12 @@ def test_main_ppo_takes_the_same_recipes_and_overrides(tmp_path):
         (["recipe=vla3_maniskill", "vla3.env.shards_per_worker=0"], "shards_per_worker: 0, expected more than 0"),
         (["recipe=vla3_maniskill", "+vla3.env.proceses=2"], "proceses"),
         (["recipe=vla3_maniskill", "vla3.algorithm.gamma=high"], "vla3.algorithm.gamma"),
+        (["recipe=vla3_libero", "vla3.algorithm.num_mini_batches=500"], "num_mini_batches: 500 mini-batches of whole"),
+        (["recipe=vla3_maniskill", "actor_rollout_ref.rollout.n_gpus_per_node=3"], "vla3.env.workers: 1 for 3 policy"),
+        (
+            ["recipe=vla3_maniskill", "actor_rollout_ref.actor.fsdp_config.param_offload=true"],
+            "param_offload: true with vla3.stages.streaming.enabled",
+        ),
         (["recipe=vla3_libero", "data.train_batch_size=30"], "data.train_batch_size: 30 episodes do not divide"),
         (["recipe=vla3_maniskill", "vla3.env.name=manyskill"], "'manyskill' is not a simulator"),
         (["recipe=vla3_maniskill", "actor_rollout_ref.model.path=/nowhere"], "actor_rollout_ref.model.path"),

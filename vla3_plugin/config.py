@@ -280,11 +280,12 @@ def _streaming_faults(a: AlgorithmConfig) -> list[str]:
             f"{a.entropy_type!r} and vla3.stages.streaming.enabled: the terms of the loss would be divided by counts "
             "whose ratio is known only at the end; give them one level, or turn streaming off"
         )
-    if a.loss_type == "actor_critic" and (a.filter_rewards or a.length_normalization):
-        key = "filter_rewards" if a.filter_rewards else "length_normalization"
+    other = "loss_type 'actor_critic'" if a.loss_type == "actor_critic" else "an entropy_bonus" * (a.entropy_bonus != 0)
+    if other and (a.length_normalization or (a.filter_rewards and a.loss_type == "actor_critic")):
+        key = "length_normalization" if a.length_normalization else "filter_rewards"
         faults.append(
-            f"vla3.algorithm.{key}: true with loss_type 'actor_critic' and vla3.stages.streaming.enabled: the policy "
-            "and the value would be divided by counts whose ratio is known only at the end; turn one of them off"
+            f"vla3.algorithm.{key}: true with {other} and vla3.stages.streaming.enabled: the terms of the loss would "
+            "be divided by counts whose ratio is known only at the end; turn one of them off"
         )
     return faults
 

@@ -88,6 +88,31 @@ def _cross_checks(config: DictConfig, vla3: VLA3Config) -> list[str]:
     micro = config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
     if not isinstance(micro, int) or micro < 1:
         faults.append(f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu: {micro}, expected at least 1")
+    return faults + _stage_checks(config, vla3)
+
+
+def _stage_checks(config: DictConfig, vla3: VLA3Config) -> list[str]:
+    faults = []
+    algorithm, actor, streaming = vla3.algorithm, config.actor_rollout_ref.actor, vla3.stages.streaming.enabled
+    groups = config.data.train_batch_size // algorithm.group_size
+    if (streaming or algorithm.mini_batches == "episodes") and algorithm.num_mini_batches > groups:
+        faults.append(
+            f"vla3.algorithm.num_mini_batches: {algorithm.num_mini_batches} mini-batches of whole groups, but a step "
+            f"has {groups}; use at most {groups}"
+        )
+    for key in ("param_offload", "optimizer_offload"):
+        if streaming and actor.fsdp_config.get(key):
+            faults.append(
+                f"actor_rollout_ref.actor.fsdp_config.{key}: true with vla3.stages.streaming.enabled: what is "
+                "offloaded between updates cannot take a micro-batch at any time; turn one of them off"
+            )
+    rollout = config.actor_rollout_ref.rollout
+    replicas = rollout.n_gpus_per_node * rollout.nnodes // rollout.tensor_model_parallel_size
+    if vla3.env.workers < replicas:
+        faults.append(
+            f"vla3.env.workers: {vla3.env.workers} for {replicas} policy workers, expected at least as many: an env "
+            f"worker asks one policy worker, so {replicas - vla3.env.workers} would never work; set it to {replicas}"
+        )
     return faults
 
 

@@ -97,13 +97,13 @@ def gradients(objective, data, micro_batches):
 
     full = engine()
     everything = data.clone()
-    tu.assign_non_tensor(everything, micro_batch_size_per_gpu=len(data), learner_version=5)
+    tu.assign_non_tensor(everything, micro_batch_size_per_gpu=len(data), learner_version=5, first_pass=True)
     full.forward_backward_batch(everything, objective)
     expected = {name: p.grad for name, p in full.module.named_parameters()}
     streamed = engine()
     for i, rows in enumerate(micro_batches):
         piece = data[torch.tensor(rows)].clone()
-        tu.assign_non_tensor(piece, learner_version=5)
+        tu.assign_non_tensor(piece, learner_version=5, first_pass=True)
         streamed.accumulate(piece, objective, first=i == 0, last=i == len(micro_batches) - 1)
     return expected, streamed.kept
 
@@ -179,8 +179,19 @@ def test_the_correction_changes_what_old_samples_weigh():
     losses = {}
     for correction in ("none", "decoupled", "truncated"):
         batch = old_samples()
-        tu.assign_non_tensor(batch, learner_version=5, policy_count=1.0, value_count=1.0)
+        tu.assign_non_tensor(batch, learner_version=5, policy_count=1.0, value_count=1.0, first_pass=True)
         output = TinyPolicy()(fields.policy_batch(batch), "evaluate")
         stage = TrainingStage(enabled=True, correction=correction, behave_weight_threshold=1.5)
         losses[correction] = Objective(AlgorithmConfig(), stage)(output, batch)[0].item()
     assert len({round(loss, 9) for loss in losses.values()}) == 3
+
+
+def test_a_later_pass_without_proximal_log_probs_is_refused_not_guessed():
+    from verl.utils import tensordict_utils as tu
+
+    batch = old_samples()
+    tu.assign_non_tensor(batch, learner_version=5, policy_count=1.0, value_count=1.0)
+    with pytest.raises(RuntimeError, match="no proximal log-probs"):
+        Objective(AlgorithmConfig(), TrainingStage(enabled=True))(
+            TinyPolicy()(fields.policy_batch(batch), "evaluate"), batch
+        )

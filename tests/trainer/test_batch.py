@@ -88,7 +88,7 @@ def test_length_normalisation_gives_every_episode_the_same_say():
 @pytest.mark.parametrize("divisor", [1, 2, 7, 16])
 def test_padding_fills_up_with_names_of_its_own(divisor):
     keys = [f"{i}_0" for i in range(5)]
-    rows = padding_rows(keys, divisor)
+    rows = padding_rows(keys, divisor, "batch")
     assert (len(keys) + len(rows)) % divisor == 0 and len(rows) < divisor
     assert len({*keys, *rows}) == len(keys) + len(rows)
 
@@ -158,6 +158,25 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_its_parts():
     model = {"logprob": data["logprob"], "entropy": data["logprob"], "value": data["value"] * float("nan")}
     with pytest.raises(FloatingPointError, match="value_loss"):
         Objective(config)(model, {**dict(data.items()), **counts})
+
+
+def test_padding_of_batch_pieces_and_micro_batches_never_meets():
+    """All three may begin with the same sample; a store refuses a key twice."""
+    keys = ["4_0", "4_1", "4_2"]
+    rows = [row for origin in ("batch", "piece", "micro") for row in padding_rows(keys, 8, origin)]
+    assert len(rows) == len(set(rows)) == 15 and not set(rows) & set(keys)
+
+
+def test_a_batch_without_spread_does_not_become_the_next_ones_scale():
+    scale = AdvantageScale("previous")
+    live = torch.ones(4, 1, dtype=torch.bool)
+    scale(torch.tensor([[1.0], [2.0], [3.0], [4.0]]), live)
+    scale.end_of_batch()
+    known = list(scale.previous)
+    scale(torch.zeros(4, 1), live)
+    scale.end_of_batch()
+    assert scale.previous == known
+    assert scale(torch.tensor([[1000.0], [0.0], [0.0], [0.0]]), live).max() == 10.0
 
 
 def test_metrics_of_pieces_add_counts_and_weigh_the_rest_by_samples():

@@ -32,7 +32,8 @@ class WeightPlane:
 
 def publisher(background, deadline_s=10.0):
     plane, learner, served = WeightPlane(), Learner(), []
-    return plane, learner, served, Publisher(plane, learner, served.append, background, Timeline("d"), deadline_s)
+    found = Publisher(plane, learner, served.append, served.append, background, Timeline("d"), deadline_s)
+    return plane, learner, served, found
 
 
 def test_training_goes_on_while_a_snapshot_is_sent_and_the_next_waits_for_it():
@@ -60,7 +61,7 @@ def test_a_publication_that_fails_is_reported_by_the_next_wait_and_serves_nothin
     found.publish(1)
     with pytest.raises(RuntimeError, match="checksum"):
         found.wait()
-    assert served == []
+    assert [str(item) for item in served] == ["checksum"], "told at once to whoever waits for what depends on it"
 
 
 def test_a_publication_that_never_ends_is_named_after_the_deadline():
@@ -68,5 +69,3 @@ def test_a_publication_that_never_ends_is_named_after_the_deadline():
     found.publish(7)
     with pytest.raises(TimeoutError, match=r"version 7 was not served .* vla3\.deadline_s = 0\.05"):
         found.wait()
-    plane.gate.set()
-    found.close()

@@ -65,11 +65,12 @@ def test_two_learner_ranks_with_uneven_micro_batches_learn_what_one_learns(synch
 
 @pytest.fixture(scope="module")
 def asynchronous(launch, line, tmp_path_factory):
-    """Eight steps with everything on, two policy workers, GRPO in groups of four."""
+    """Eight steps with everything on and two of everything; GRPO in groups of four, some of them without spread."""
     return launch(
         tmp_path_factory.mktemp("asynchronous") / "run", *line, *SAME, *ON, *GRPO, "trainer.total_training_steps=8",
         "trainer.save_freq=4", "vla3.keep_checkpoints=5", "vla3.stages.training.max_staleness=2",
-        "actor_rollout_ref.rollout.n_gpus_per_node=2", "vla3.env.workers=2",
+        "actor_rollout_ref.rollout.n_gpus_per_node=2", "vla3.env.workers=2", "trainer.n_gpus_per_node=2",
+        "vla3.algorithm.update_epoch=2", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=7",
     )  # fmt: skip
 
 
@@ -109,7 +110,7 @@ def test_a_resumed_asynchronous_run_plays_again_what_was_in_flight_and_skips_not
     run = launch(
         directory, *line, *SAME, *ON, *GRPO, "trainer.total_training_steps=8", "trainer.save_freq=4",
         "vla3.keep_checkpoints=5", "vla3.stages.training.max_staleness=2", "trainer.resume_mode=auto",
-        "trainer.val_before_train=false",
+        "trainer.val_before_train=false", "trainer.n_gpus_per_node=2",
     )  # fmt: skip
     assert run.status == 0, run.output[-3000:]
     assert [row["step"] for row in run.metrics] == [5, 6, 7, 8]

@@ -32,14 +32,22 @@ class ActorWorker(DetachActorWorker):
         self.timeline = Timeline(f"actor{self.rank}")
         self._snapshot: tuple[int, list[tuple[str, torch.Tensor]]] | None = None
         self._idle_since = 0.0
+        self._expected = 0
 
     @register(dispatch_mode=_STREAMED, blocking=False)
     def train_micro_batch(self, data: TensorDict) -> TensorDict:
-        """One streamed micro-batch. Extra information: ``first`` and ``last`` of its mini-batch; ``end_of_update``: the
-        learning rate's schedule moves on after it; ``keep_logprobs``: store the log-probs it was computed with, for
-        later epochs. Every rank gets a call for every micro-batch, so none waits for another in a reduction.
+        """One streamed micro-batch. Extra information: ``sequence`` in its mini-batch and whether it is the ``last``;
+        ``end_of_update``: the learning rate's schedule moves on after it; ``keep_logprobs``: store the log-probs it was
+        computed with, for later epochs. Every rank gets a call for every micro-batch, so none waits for another in a
+        reduction.
+
+        Raises:
+            RuntimeError: it came out of order; the gradient would be divided, or taken, too early.
         """
-        first, last = tu.pop(data, key="first"), tu.pop(data, key="last")
+        sequence, last = tu.pop(data, key="sequence"), tu.pop(data, key="last")
+        if sequence not in (0, self._expected):
+            raise RuntimeError(f"micro-batch {sequence} came where {self._expected} was expected (rank {self.rank})")
+        self._expected, first = 0 if last else sequence + 1, sequence == 0
         end_of_update, keep = tu.pop(data, key="end_of_update"), tu.pop(data, key="keep_logprobs")
         engine: Any = self.actor.engine
         if self._idle_since and not first:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from verl.utils import tensordict_utils as tu
 
 from vla3_plugin.algorithms import granularity, losses
 from vla3_plugin.config import AlgorithmConfig, TrainingStage
@@ -122,7 +123,8 @@ class Objective:
         """Log-probs of the policy around which the ratio is clipped: the learner's before this step's updates.
 
         A sample of the learner's own version carries them already. For the others they were recomputed before the
-        updates; a streamed micro-batch that is seen for the first time has them in hand.
+        updates; a streamed micro-batch that is seen for the first time has them in hand (in a later mini-batch: of the
+        learner after the earlier ones, which is as recent a policy as any).
         """
         now, version = int(data["learner_version"]), data[fields.VERSION].flatten()
         if self.training.proximal == "interpolate":
@@ -133,6 +135,10 @@ class Objective:
         if fields.PROXIMAL in data.keys():
             recomputed = granularity.aggregate_logprob(
                 data[fields.PROXIMAL], data[fields.STEP_MASK].bool(), logprob_type=self.algorithm.logprob_type
+            )
+        elif not bool((version >= now).all()) and not tu.get_non_tensor_data(data, "first_pass", False):
+            raise RuntimeError(
+                "samples of older versions have no proximal log-probs although this is not their first pass"
             )
         fresh = (version >= now).view(-1, *[1] * (logprob.dim() - 1))
         return torch.where(fresh, behaviour, recomputed)

@@ -19,7 +19,7 @@ from torch import Tensor
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 BACKEND = "vla3_gloo"
-_TIMEOUT = timedelta(seconds=300)
+_TIMEOUT = timedelta(minutes=30)  # the other side may be in the middle of an update
 
 
 class WeightError(RuntimeError):
@@ -84,6 +84,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         self.is_master = is_master
         self.group: Any = None
         self.store: Any = None
+        self.member: tuple[int, int, dict[str, Any]] | None = None
 
     def prepare(self) -> dict[str, Any]:
         if not self.is_master:
@@ -103,13 +104,17 @@ class GlooCheckpointEngine(CheckpointEngine):
         return side([0] + [-1] * (actor_wg_world_size - 1)), side(list(range(1, world)))
 
     def init_process_group(self, rank: int, world_size: int, meta: dict[str, Any]) -> None:
-        if rank < 0:
-            return
+        """Only noted: connecting waits for the other side, and this process answers requests meanwhile."""
+        self.member = (rank, world_size, meta) if rank >= 0 else None
+
+    def _connect(self) -> None:
+        assert self.member is not None
+        rank, world_size, meta = self.member
         self.store = dist.TCPStore(meta["address"], meta["port"], world_size, rank == 0, timeout=_TIMEOUT)
         self.group = dist.ProcessGroupGloo(self.store, rank, world_size, _TIMEOUT)
 
     def finalize(self) -> None:
-        self.group = self.store = None
+        self.group = self.store = self.member = None
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
         options = dist.BroadcastOptions()
@@ -122,7 +127,7 @@ class GlooCheckpointEngine(CheckpointEngine):
 
     async def send_weights(self, weights, global_steps: int | None = None) -> dict[str, float]:
         manifest, buffer = pack(weights, -1 if global_steps is None else global_steps)
-        if self.group is None:
+        if self.member is None:
             return {}
         await asyncio.to_thread(self._send, manifest, buffer)
         return {"weights/bytes": float(buffer.numel()), "weights/tensors": float(manifest["count"])}
@@ -132,12 +137,14 @@ class GlooCheckpointEngine(CheckpointEngine):
             yield name, tensor
 
     def _send(self, manifest: dict[str, Any], buffer: Tensor) -> None:
+        self._connect()
         header = torch.frombuffer(bytearray(json.dumps(manifest).encode()), dtype=torch.uint8)
         self._broadcast(torch.tensor([header.numel(), buffer.numel()]))
         self._broadcast(header)
         self._broadcast(buffer)
 
     def _receive(self, version: int | None) -> list[tuple[str, Tensor]]:
+        self._connect()
         sizes = self._broadcast(torch.zeros(2, dtype=torch.int64)).tolist()
         header = self._broadcast(torch.empty(sizes[0], dtype=torch.uint8))
         buffer = self._broadcast(torch.empty(sizes[1], dtype=torch.uint8))

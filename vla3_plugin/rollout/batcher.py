@@ -150,6 +150,10 @@ class Batcher:
         """Requests that wait."""
         return self._depth
 
+    def has_room(self, count: int) -> bool:
+        """Whether ``submit`` of so many would not block now; only the submitting thread can rely on it."""
+        return not self._senders and self._depth + count <= self.max_queue
+
     @property
     def closed(self) -> bool:
         """Whether ``close`` was called: ``take`` no longer blocks, so the lane must end."""

@@ -65,7 +65,7 @@ class BatchedLane:
     async def act(self, inputs: Arrays, noise_keys: Sequence[NoiseKey], mode: str) -> Arrays:
         """Each row is a request of its own: rows of one call may be answered in different batches."""
         rows = [({name: value[i] for name, value in inputs.items()}, key) for i, key in enumerate(noise_keys)]
-        if self.batcher.depth + len(rows) <= self.batcher.max_queue:
+        if self.batcher.has_room(len(rows)):
             tickets = self.batcher.submit(rows, mode)
         else:  # the sender is held back, not this process
             tickets = await asyncio.to_thread(self.batcher.submit, rows, mode, self.deadline_s)
@@ -79,16 +79,26 @@ class BatchedLane:
         await asyncio.wrap_future(done)
 
     def _serve(self) -> None:
-        while not self._closed:
-            while self._changes:
-                self.runner.drain()  # a denoising chain keeps the weights it began with
-                change, done = self._changes.popleft()
-                try:
-                    change()
-                    done.set_result(None)
-                except BaseException as error:
-                    done.set_exception(error)
-            self.runner.run_once()
+        try:
+            while not self._closed:
+                self._serve_once()
+        except BaseException as error:  # whoever waits must hear of it
+            self._closed = True
+            self.batcher.close(error)
+            for _, done in self._changes:
+                done.set_exception(error)
+            raise
+
+    def _serve_once(self) -> None:
+        while self._changes:
+            self.runner.drain()  # a denoising chain keeps the weights it began with
+            change, done = self._changes.popleft()
+            try:
+                change()
+                done.set_result(None)
+            except BaseException as error:
+                done.set_exception(error)
+        self.runner.run_once()
 
     def drain_stats(self) -> BatcherStats | None:
         return self.batcher.drain_stats()

@@ -144,6 +144,8 @@ class InteractionManager:
                     what, item = "tick", None
                 if what == "close":
                     return
+                if what == "failed":
+                    raise item
                 if what == "submit":
                     if not any(self._out):
                         self._last = time.monotonic()
@@ -181,8 +183,13 @@ class InteractionManager:
         if not assignments:
             return
         self._out[worker].update({a.episode.episode_id: a for a in assignments})
-        self.workers[worker].assign.remote([a.to_json() for a in assignments])
+        sent = self.workers[worker].assign.remote([a.to_json() for a in assignments]).future()
+        sent.add_done_callback(self._assigned)
         self._listen(worker)
+
+    def _assigned(self, future: Any) -> None:
+        if future.exception() is not None:
+            self._events.put(("failed", future.exception()))
 
     def _listen(self, worker: int) -> None:
         if not self._listening[worker] and self._out[worker]:

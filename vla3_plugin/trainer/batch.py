@@ -36,8 +36,8 @@ class Batch:
         fields.LOGPROB,
     )
 
-    def __init__(self, trajectories: list[dict[str, Any]], divisor: int) -> None:
-        self.trajectories, self.divisor = trajectories, divisor
+    def __init__(self, trajectories: list[dict[str, Any]], divisor: int, origin: str = "batch") -> None:
+        self.trajectories, self.divisor, self.origin = trajectories, divisor, origin
         self.leftovers: list[str] = []  # padding rows of streamed micro-batches, to be cleared with the batch
         self.trained_keys: list[str] = []  # samples that weigh something
         self.values: list[tuple[Tensor, Tensor, Tensor]] = []  # behaviour values, returns, mask; of a critic
@@ -47,7 +47,7 @@ class Batch:
         """In the order of the plan, whatever finished first: what is shuffled later must not depend on it."""
         self.trajectories.sort(key=lambda t: t["episode"]["episode_id"])
         self.keys = [key for t in self.trajectories for key in t["keys"]]
-        self.padding = padding_rows(self.keys, self.divisor)
+        self.padding = padding_rows(self.keys, self.divisor, self.origin)
 
     def join(self, piece: Batch) -> None:
         self.trajectories += piece.trajectories
@@ -109,10 +109,13 @@ def combine(pieces: list[tuple[dict[str, float], int]]) -> dict[str, float]:
     return found
 
 
-def padding_rows(keys: list[str], divisor: int) -> list[str]:
-    """Names of copies of the first samples that fill the batch up to a multiple of ``divisor``; they weigh nothing."""
+def padding_rows(keys: list[str], divisor: int, origin: str) -> list[str]:
+    """Names of copies of the first samples that fill the batch up to a multiple of ``divisor``; they weigh nothing.
+
+    ``origin`` keeps a batch's, its pieces' and its micro-batches' apart: they may begin with the same sample.
+    """
     missing = -len(keys) % divisor
-    return [f"{PADDING}{i}_{keys[i % len(keys)]}" for i in range(missing)]
+    return [f"{PADDING}{origin}{i}_{keys[i % len(keys)]}" for i in range(missing)]
 
 
 def write_padding_rows(keys: list[str], padding: list[str]) -> None:
@@ -133,9 +136,16 @@ def put(batch: Batch, data: dict[str, Tensor]) -> None:
     store.put_fields(batch.all_keys, padded)
 
 
+_LEAST_DEVIATION, _MOST_DEVIATIONS = 1e-6, 10.0
+
+
 class AdvantageScale:
     """How advantages are normalised: by the moments of the batch at hand (``batch``), or by those of the global batch
     before it (``previous``), which are known before the batch is complete. The first batch always uses its own.
+
+    A batch without spread (no success, a constant critic) says nothing about the next one's scale: the moments before
+    it stay. Should the scale jump all the same, ``previous`` cuts at ten deviations instead of letting one sample
+    steer the step.
     """
 
     def __init__(self, statistics: str, previous: list[float] | None = None) -> None:
@@ -149,11 +159,11 @@ class AdvantageScale:
     def __call__(self, advantage: Tensor, live: Tensor) -> Tensor:
         self._seen += adv.Moments.of(advantage, live)
         if not self.needs_whole_batch and self.previous is not None:
-            return adv.normalise(advantage, live, *self.previous)
+            return adv.normalise(advantage, live, *self.previous).clamp(-_MOST_DEVIATIONS, _MOST_DEVIATIONS)
         return adv.whiten(advantage, live) if int(live.sum()) > 1 else advantage
 
     def end_of_batch(self) -> None:
-        if self._seen.count > 1:
+        if self._seen.count > 1 and self._seen.std > _LEAST_DEVIATION:
             self.previous = [self._seen.mean, self._seen.std]
         self._seen = adv.Moments()
 

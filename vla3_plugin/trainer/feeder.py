@@ -31,14 +31,15 @@ class Feeder:
         ahead: bool,
         timeline: Timeline,
         drop: Callable[[list[Group]], None],
+        deadline_s: float,
     ) -> None:
         self.interaction, self.plan, self.admission, self.ahead = interaction, plan, admission, ahead
-        self.timeline, self.drop = timeline, drop
+        self.timeline, self.drop, self.deadline_s = timeline, drop, deadline_s
         self._changed = threading.Condition(threading.RLock())
         self._open, self._published = False, -1
         self._error: BaseException | None = None
         self.finished_episodes = 0
-        interaction.on_failure(self._fail)
+        interaction.on_failure(self.fail)
 
     def begin_step(self, now: int) -> None:
         """The step that trains at version ``now`` starts taking groups."""
@@ -67,7 +68,8 @@ class Feeder:
             self.admission.finished(summary)
             self._changed.notify_all()
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
+        """No further group can come: who waits for one gets ``error``."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
@@ -76,9 +78,11 @@ class Feeder:
         """Finished groups, at least one, until this step holds ``limit``; waits for the first.
 
         Raises:
-            the interaction's error, when no further group can finish.
+            TimeoutError: nothing is being played and no version came that would let anything start.
+            Exception: that of the interaction or of a publication, when no further group can finish.
         """
         start = time.time()
+        idle_since = time.monotonic()
         with self._changed:
             while True:
                 chosen, stale = self.admission.take(limit)
@@ -91,7 +95,15 @@ class Feeder:
                     break
                 if self._error is not None:
                     raise self._error
-                self._changed.wait()  # the interaction keeps the deadline and reports it through on_failure
+                if self.admission.started:
+                    idle_since = time.monotonic()  # the interaction keeps this deadline and reports it through fail
+                elif time.monotonic() - idle_since > self.deadline_s:
+                    raise TimeoutError(
+                        f"the step at version {self.admission.now} waits for {limit - len(self.admission.taken)} "
+                        f"groups and none is being played: policy workers serve version {self._published}, and no "
+                        f"newer one came within vla3.deadline_s = {self.deadline_s} s"
+                    )
+                self._changed.wait(timeout=1.0)
         self.timeline.add("step", "wait:data", start, time.time())
         return chosen
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 from vla3_plugin.telemetry.timeline import Timeline
@@ -13,7 +14,8 @@ from vla3_plugin.telemetry.timeline import Timeline
 class Publisher:
     """``background``: a snapshot is taken at once, and sent while training goes on; at most one is under way.
 
-    ``published`` is called with each version that every policy worker serves.
+    ``published`` is called with each version that every policy worker serves; ``failed`` with what went wrong in the
+    background, since nobody may be waiting for it.
     """
 
     def __init__(
@@ -21,24 +23,34 @@ class Publisher:
         weight_plane: Any,
         learner: Any,
         published: Callable[[int], None],
+        failed: Callable[[BaseException], None],
         background: bool,
         timeline: Timeline,
         deadline_s: float,
     ) -> None:
-        self.weight_plane, self.learner, self.published, self.timeline = weight_plane, learner, published, timeline
-        self._lane = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publication") if background else None
+        self.weight_plane, self.learner, self.timeline = weight_plane, learner, timeline
+        self.published, self.failed = published, failed
+        self.background, self.deadline_s = background, deadline_s
         self._under_way: Future | None = None
-        self._version, self.deadline_s = -1, deadline_s
+        self._version = -1
 
     def publish(self, version: int) -> dict[str, float]:
         """Metrics of this publication, or in the background of the one before it."""
-        if self._lane is None:
+        if not self.background:
             return self._send(version)
         metrics = self.wait()
-        self._version = version
         self.learner.snapshot(version)
-        self._under_way = self._lane.submit(self._send, version)
+        self._version, self._under_way = version, Future()
+        # a daemon: one that hangs must not keep the process from ending
+        threading.Thread(target=self._run, args=(version, self._under_way), name="publication", daemon=True).start()
         return metrics
+
+    def _run(self, version: int, done: Future) -> None:
+        try:
+            done.set_result(self._send(version))
+        except BaseException as error:
+            done.set_exception(error)
+            self.failed(error)
 
     def _send(self, version: int) -> dict[str, float]:
         start = time.time()
@@ -64,7 +76,3 @@ class Publisher:
                 ) from None
         self._under_way = None
         return metrics
-
-    def close(self) -> None:
-        if self._lane is not None:
-            self._lane.shutdown(wait=True, cancel_futures=True)

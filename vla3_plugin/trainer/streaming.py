@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from vla3_plugin.learner import fields
 from vla3_plugin.rollout import store
 from vla3_plugin.trainer.batch import Batch, combine, padding_rows, write_padding_rows
+from vla3_plugin.trainer.parity import check_parity
 
 if TYPE_CHECKING:
     from vla3_plugin.trainer.trainer import VLA3Trainer
@@ -46,15 +48,16 @@ class MicroBatches:
             self._collect()
 
     def _send(self, keys: list[str], last: bool) -> None:
-        padding = padding_rows(keys, self.trainer.dp_size)
+        padding = padding_rows(keys, self.trainer.dp_size, "micro")
         write_padding_rows(keys, padding)
         self.padding += padding
         request = store.batch_of(
             keys + padding,
-            first=self._sent == 0,
+            sequence=self._sent,
+            first_pass=True,
             last=last,
             end_of_update=last and self.end_of_update,
-            keep_logprobs=self.trainer.vla3.algorithm.update_epoch > 1,
+            keep_logprobs=keeps_logprobs(self.trainer),
             learner_version=self.trainer.version,
             temperature=1.0,
         )
@@ -93,16 +96,18 @@ def train_arriving(trainer: VLA3Trainer, metrics: dict[str, Any]) -> Batch:
         stream = MicroBatches(trainer, end_of_update=limit == trainer.groups_per_step)
         while len(trainer.feeder.admission.taken) < limit:
             groups = trainer.feeder.groups(limit)
-            piece = Batch([t for g in groups for t in g.trajectories], divisor=trainer.dp_size)
+            piece = Batch([t for g in groups for t in g.trajectories], divisor=trainer.dp_size, origin="piece")
             write_padding_rows(piece.keys, piece.padding)
             if limit == limits(trainer)[0]:  # later the learner is no longer what it was before the step
-                trainer.check_parity(piece, metrics)
+                check_parity(trainer, piece, metrics)
             prepared.append((trainer.prepare(piece), len(piece.keys)))
             stream.add(piece.trained_keys)
             batch.join(piece)
         _finish(stream, batch, found)
     metrics.update(combine(prepared) | _means(found))
     batch.sort()
+    if trainer.vla3.algorithm.update_epoch == 1:
+        batch.padding = []  # no later epoch needs any
     return batch
 
 
@@ -118,6 +123,20 @@ def train_in_order(trainer: VLA3Trainer, batch: Batch, metrics: dict[str, Any]) 
         _finish(stream, batch, found)
         start = limit
     metrics.update(_means(found))
+
+
+def keeps_logprobs(trainer: VLA3Trainer) -> bool:
+    """Whether later epochs need the log-probs that a sample had when it was first trained on."""
+    stage = trainer.vla3.stages.training
+    recomputed = stage.enabled and stage.correction != "none" and stage.proximal == "recompute"
+    return recomputed and trainer.vla3.algorithm.update_epoch > 1
+
+
+def complete_logprobs(trainer: VLA3Trainer, batch: Batch) -> None:
+    """Give the samples that weigh nothing the field too: a store hands out only fields that all asked-for rows have."""
+    missing = [*(set(batch.keys) - set(batch.trained_keys)), *batch.padding]
+    if missing and keeps_logprobs(trainer):
+        store.put_fields(missing, {fields.PROXIMAL: store.get_fields(missing, [fields.LOGPROB])[fields.LOGPROB]})
 
 
 def _finish(stream: MicroBatches, batch: Batch, found: dict[str, list[float]]) -> None:

@@ -36,7 +36,6 @@ from vla3_plugin.telemetry.utilisation import staleness_metrics
 from vla3_plugin.trainer import checkpoint, evaluate, streaming
 from vla3_plugin.trainer.admission import Admission, Group
 from vla3_plugin.trainer.batch import (
-    PADDING,
     AdvantageScale,
     Batch,
     advantages,
@@ -45,15 +44,10 @@ from vla3_plugin.trainer.batch import (
     write_padding_rows,
 )
 from vla3_plugin.trainer.feeder import Feeder
+from vla3_plugin.trainer.parity import check_parity
 from vla3_plugin.trainer.publisher import Publisher
 from vla3_plugin.trainer.record import RunRecord
 from vla3_plugin.trainer.swimlanes import Swimlanes
-
-_PARITY_ROWS = 32  # samples a parity check looks at
-
-
-class ParityError(RuntimeError):
-    """Rollout and learner disagree about the likelihood of the rollout's own samples at equal weights."""
 
 
 @register_trainer("vla3")
@@ -108,6 +102,7 @@ class VLA3Trainer(PPOTrainer):
             self.weight_plane,
             self.actor_rollout_wg,
             self._published,
+            self._publication_failed,
             self.vla3.stages.training.enabled,
             self.timeline,
             self.vla3.deadline_s,
@@ -146,7 +141,6 @@ class VLA3Trainer(PPOTrainer):
             self.publisher.wait()
             completed = True
         finally:
-            self.publisher.close()
             self.swimlanes.close()
             print(self.record.finish(completed), flush=True)
             agent_loop_manager.close()
@@ -161,7 +155,9 @@ class VLA3Trainer(PPOTrainer):
             **self.admission_state,
         )
         plan = EpisodePlan(self.vla3.seed, self.tasks, train_states, size)
-        feeder = Feeder(self.interaction, plan, admission, stage.enabled, self.timeline, self._drop)
+        feeder = Feeder(
+            self.interaction, plan, admission, stage.enabled, self.timeline, self._drop, self.vla3.deadline_s
+        )
         admission.begin_step(self.global_steps)
         feeder.published(self.global_steps)
         return feeder
@@ -169,6 +165,10 @@ class VLA3Trainer(PPOTrainer):
     def _published(self, version: int) -> None:
         if self.feeder is not None:
             self.feeder.published(version)
+
+    def _publication_failed(self, error: BaseException) -> None:
+        if self.feeder is not None:
+            self.feeder.fail(error)
 
     def _drop(self, groups: list[Group]) -> None:
         store.clear([key for group in groups for t in group.trajectories for key in t["keys"]])
@@ -199,15 +199,16 @@ class VLA3Trainer(PPOTrainer):
         if self.vla3.stages.streaming.enabled and not self._waits_for_whole_batch:
             with marked_timer("stream", timing_raw, color="red"):
                 batch = streaming.train_arriving(self, metrics)
-            if self.vla3.algorithm.update_epoch > 1:
+            if self.vla3.algorithm.update_epoch > 1 and batch.trained_keys:
                 with marked_timer("update", timing_raw, color="red"):
                     write_padding_rows(batch.keys, batch.padding)
+                    streaming.complete_logprobs(self, batch)
                     self.update(batch, metrics, self.vla3.algorithm.update_epoch - 1)
         else:
             with marked_timer("collect", timing_raw, color="red"):
                 batch = self.collect()
             with marked_timer("parity", timing_raw, color="blue"):
-                self.check_parity(batch, metrics)
+                check_parity(self, batch, metrics)
             with marked_timer("prepare", timing_raw, color="brown"):
                 metrics.update(self.prepare(batch))
             if batch.trained_keys:
@@ -255,63 +256,27 @@ class VLA3Trainer(PPOTrainer):
         if algorithm.mini_batches == "episodes" and algorithm.num_mini_batches > 1:
             streaming.train_in_order(self, batch, metrics)
             if algorithm.update_epoch > 1:
+                streaming.complete_logprobs(self, batch)
                 self.update(batch, metrics, algorithm.update_epoch - 1)
             return
         if stage.enabled and stale and stage.correction != "none" and stage.proximal == "recompute":
-            self._learner_outputs(self.actor_rollout_wg, "compute_log_prob", batch.all_keys)
+            self.learner_outputs(self.actor_rollout_wg, "compute_log_prob", batch.all_keys)
             found = store.get_fields(batch.keys, [fields.LEARNER_LOGPROB])
             put(batch, {fields.PROXIMAL: found[fields.LEARNER_LOGPROB]})
         self.update(batch, metrics, algorithm.update_epoch)
 
-    def _learner_outputs(self, worker_group: Any, method: str, keys: list[str], **extra: Any) -> None:
+    def learner_outputs(self, worker_group: Any, method: str, keys: list[str], **extra: Any) -> None:
         getattr(worker_group, method)(store.batch_of(keys, compute_loss=False, temperature=1.0, **extra))
 
     @property
     def dp_size(self) -> int:
         return self.actor_rollout_wg.world_size
 
-    def check_parity(self, batch: Batch, metrics: dict) -> None:
-        """Equal weights, equal samples: the learner must find the rollout's log-probs. On samples that the learner's
-        present version made, before it is updated; on copies, so that the batch stays as it is.
-
-        Raises:
-            ParityError: they differ by more than ``vla3.parity_tolerance`` in the run's first check.
-        """
-        fresh = [
-            key
-            for t in batch.trajectories
-            for key, version in zip(t["keys"], t["versions"], strict=True)
-            if version == self.version
-        ]
-        if "rollout/logprob_diff_max" in metrics or not fresh:
-            return
-        rows = _PARITY_ROWS - _PARITY_ROWS % -self.dp_size
-        source = [fresh[i % len(fresh)] for i in range(min(rows, len(fresh) - len(fresh) % -self.dp_size))]
-        copies = [f"{PADDING}parity{i}" for i in range(len(source))]
-        data = store.get_rows(source)
-        store.put_fields(copies, data)
-        self._learner_outputs(self.actor_rollout_wg, "compute_log_prob", copies)
-        learner = store.get_fields(copies, [fields.LEARNER_LOGPROB, fields.LEARNER_VALUE])
-        store.clear(copies)
-        gap = (learner[fields.LEARNER_LOGPROB] - data[fields.LOGPROB]).abs().max().item()
-        metrics["rollout/logprob_diff_max"] = gap
-        metrics["rollout/value_diff_max"] = (learner[fields.LEARNER_VALUE] - data[fields.VALUE]).abs().max().item()
-        if self.checked_parity:
-            return
-        print(f"vla3: rollout and learner log-probs differ by at most {gap:.2e} over {len(copies)} samples")
-        if not gap <= self.vla3.parity_tolerance:
-            raise ParityError(
-                f"rollout and learner log-probs differ by {gap:.3e} at equal weights, vla3.parity_tolerance is "
-                f"{self.vla3.parity_tolerance}: every likelihood ratio of this run would be wrong. In bf16 raise it to "
-                "1e-2; in float32 look for dropout, another attention backend or another dtype on one side"
-            )
-        self.checked_parity = True
-
     def reference_logprobs(self, batch: Batch) -> None:
         worker, method, extra = self.ref_policy_wg, "compute_ref_log_prob", {}
         if self.ref_in_actor:
             worker, method, extra = self.actor_rollout_wg, "compute_log_prob", {"no_lora_adapter": True}
-        self._learner_outputs(worker, method, batch.all_keys, **extra)
+        self.learner_outputs(worker, method, batch.all_keys, **extra)
         found = store.get_fields(batch.keys, [fields.LEARNER_LOGPROB])
         put(batch, {fields.REF_LOGPROB: found[fields.LEARNER_LOGPROB]})
 
@@ -367,6 +332,7 @@ class VLA3Trainer(PPOTrainer):
         state = {
             "global_steps": self.global_steps,
             "env_steps": self.env_steps,
+            "group_size": self.vla3.algorithm.group_size,
             "admission": self.feeder.state() if self.feeder is not None else {},
             "advantage_moments": self.scale.previous,
         }
@@ -386,5 +352,11 @@ class VLA3Trainer(PPOTrainer):
         state = checkpoint.read_state(found)
         self.actor_rollout_wg.load_checkpoint(os.fspath(found / "actor"))
         self.global_steps, self.env_steps = state["global_steps"], state["env_steps"]
+        if state["group_size"] != self.vla3.algorithm.group_size:
+            raise checkpoint.CheckpointError(
+                f"vla3.algorithm.group_size: {self.vla3.algorithm.group_size}, the checkpoint {found} was made with "
+                f"{state['group_size']}; its place in the episode plan counts groups of that size: set it back, or "
+                "start anew from its policy/ with trainer.resume_mode=disable"
+            )
         self.admission_state, self.scale.previous = state["admission"], state["advantage_moments"]
         print(f"vla3: resumed from {found} at step {self.global_steps}")
