@@ -37,11 +37,14 @@ def processes(tag: str) -> list[psutil.Process]:
     return found
 
 
-def reading(tag: str) -> dict[str, float]:
+def reading(tag: str, parts: dict[str, list[float]]) -> dict[str, float]:
+    """Totals over all processes; ``parts`` collects the memory of each, by process id and name."""
     total = {"processes": 0.0, "memory_mb": 0.0, "file_descriptors": 0.0, "threads": 0.0}
     for process in processes(tag):
         try:
-            total["memory_mb"] += process.memory_full_info().pss / 1e6
+            memory = process.memory_full_info().pss / 1e6
+            total["memory_mb"] += memory
+            parts.setdefault(f"{process.pid} {' '.join(process.cmdline())[:40].strip()}", []).append(memory)
             total["file_descriptors"] += process.num_fds()
             total["threads"] += process.num_threads()
             total["processes"] += 1
@@ -80,10 +83,11 @@ def main() -> None:
     with (directory / "log").open("w") as log:
         run = subprocess.Popen(command, cwd=directory, stdout=log, stderr=log, env={**os.environ, TAG: tag})
         readings: list[dict[str, float]] = []
+        parts: dict[str, list[float]] = {}
         end = time.monotonic() + args.minutes * 60
         while time.monotonic() < end and run.poll() is None:
             time.sleep(args.every)
-            readings.append(reading(tag))
+            readings.append(reading(tag, parts))
         ended_early = run.poll() is not None
         asked = time.monotonic()
         run.send_signal(signal.SIGINT)
@@ -103,6 +107,10 @@ def main() -> None:
         "samples": sum(row["rollout/chunk_steps"] for row in rows),
         "ended_early": ended_early,
         "growth": {name: round(growth([r[name] for r in readings]), 4) for name in readings[0]},
+        "memory_growth_mb": {
+            name: round(growth(values) * values[-1], 1)
+            for name, values in sorted(parts.items(), key=lambda item: -growth(item[1]) * item[1][-1])[:6]
+        },
         "first": readings[len(readings) // 2],
         "last": readings[-1],
         "queue_depth_max": [max((r.get("rollout/batcher/max_depth", 0.0) for r in part), default=0.0)

@@ -51,7 +51,7 @@ class Run:
 def launch(third_party):
     """``launch(directory, *overrides, recipe=..., module=...)`` starts a run and waits for it."""
 
-    def start(directory: Path, *overrides: str, recipe="vla3_maniskill", module="verl.trainer.main", timeout=600):
+    def start(directory: Path, *overrides: str, recipe="vla3_maniskill_sync", module="verl.trainer.main", timeout=600):
         plus = "" if module == "verl.trainer.main" else "+"
         command = [sys.executable, "-m", module, f"{plus}recipe={recipe}", f"vla3.run_dir={directory}", *overrides]
         environment = {**os.environ, "PYTHONPATH": str(third_party), "VLA3_PROFILE": "cpu"}
