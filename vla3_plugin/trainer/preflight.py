@@ -50,6 +50,7 @@ def preflight(config: Any, vla3: VLA3Config) -> tuple[dict[str, Any], list[str]]
             "groups": f"{config.data.train_batch_size // algorithm.group_size} of {algorithm.group_size}",
             "optimizer_steps": algorithm.update_epoch * algorithm.num_mini_batches,
             "steps": config.trainer.total_training_steps,
+            "stages": _stages(vla3),
             "algorithm": f"{algorithm.adv_type}, {algorithm.logprob_type}-level ratio",
         },
         "run_dir": str(vla3.run_dir),
@@ -57,6 +58,13 @@ def preflight(config: Any, vla3: VLA3Config) -> tuple[dict[str, Any], list[str]]
     if estimate:
         sections["memory"] = estimate
     return sections, faults
+
+
+def _stages(vla3: VLA3Config) -> str:
+    stages = vla3.stages
+    on = [name for name in ("interaction", "streaming", "training") if getattr(stages, name).enabled]
+    lag = f", staleness at most {stages.training.max_staleness}" if stages.training.enabled else ""
+    return (f"asynchronous: {', '.join(on)}" + lag) if on else "synchronous"
 
 
 def announce(sections: dict[str, Any], run_dir: Path) -> None:
