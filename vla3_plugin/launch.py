@@ -142,7 +142,7 @@ def _prepare_local_cluster(config: DictConfig) -> None:
     if config.ray_kwargs.ray_init.get("address"):
         return
     os.environ.setdefault("RAY_worker_niceness", "0")  # ray's 15 lets any other job starve the trainer
-    # a record of every task, for a dashboard that is off: a request of the policy is a task, and it grew 0.25 MB a second
+    # ray's record of every task, for a dashboard that is off: each request is a task, and it grew by 0.25 MB a second
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
     if os.environ.get("RAY_AUTH_MODE"):
         return
