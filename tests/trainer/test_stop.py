@@ -44,7 +44,16 @@ def running(third_party, line, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(third_party), "VLA3_PROFILE": "cpu", "VLA3_TEST_TAG": tag}
     log = tmp_path / "log"
     with log.open("w") as file:
-        run = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=file, stderr=file, start_new_session=True)
+        run = subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env=environment,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+            # where these tests run as a shell's background job, an ignored interrupt would be inherited
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
     try:
         metrics = tmp_path / "run" / "metrics.jsonl"
         started = wait_for(lambda: metrics.is_file() and metrics.read_text().count("\n") >= 3, 150)
