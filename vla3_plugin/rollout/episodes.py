@@ -67,6 +67,3 @@ class EpisodeQueue:
             if drop:
                 self._waiting.clear()
             self._changed.notify_all()
-
-    def __len__(self) -> int:
-        return len(self._waiting)

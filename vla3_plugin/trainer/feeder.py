@@ -38,7 +38,6 @@ class Feeder:
         self._changed = threading.Condition(threading.RLock())
         self._open, self._published = False, -1
         self._error: BaseException | None = None
-        self.finished_episodes = 0
         interaction.on_failure(self.fail)
 
     def begin_step(self, now: int) -> None:
@@ -64,7 +63,6 @@ class Feeder:
 
     def _finished(self, summary: dict[str, Any]) -> None:
         with self._changed:
-            self.finished_episodes += 1
             self.admission.finished(summary)
             self._changed.notify_all()
 

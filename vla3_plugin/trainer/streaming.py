@@ -92,13 +92,14 @@ def train_arriving(trainer: VLA3Trainer, metrics: dict[str, Any]) -> Batch:
     batch = Batch([], divisor=trainer.dp_size * trainer.vla3.algorithm.num_mini_batches)
     found: dict[str, list[float]] = {}
     prepared: list[tuple[dict[str, float], int]] = []
+    first = limits(trainer)[0]
     for limit in limits(trainer):
         stream = MicroBatches(trainer, end_of_update=limit == trainer.groups_per_step)
         while len(trainer.feeder.admission.taken) < limit:
             groups = trainer.feeder.groups(limit)
             piece = Batch([t for g in groups for t in g.trajectories], divisor=trainer.dp_size, origin="piece")
             write_padding_rows(piece.keys, piece.padding)
-            if limit == limits(trainer)[0]:  # later the learner is no longer what it was before the step
+            if limit == first:  # later the learner is no longer what it was before the step
                 check_parity(trainer, piece, metrics)
             prepared.append((trainer.prepare(piece), len(piece.keys)))
             stream.add(piece.trained_keys)

@@ -97,7 +97,6 @@ class VLA3Trainer(PPOTrainer):
             actor_wg=self.actor_rollout_wg,
             replicas=self.replicas.get_replicas(),
         )
-
         self.publisher = Publisher(
             self.weight_plane,
             self.actor_rollout_wg,
