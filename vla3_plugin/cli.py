@@ -1,4 +1,4 @@
-"""``vla3 demos | sft | eval | report | check-env | doctor``: what is useful outside a training run."""
+"""``vla3 demos | sft | eval | parity | policy | report | check-env | doctor``: what is useful outside a run."""
 
 import argparse
 import json
@@ -8,8 +8,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from vla3_plugin.cli_policy import add_commands as add_policy_commands
 
-def _options(pairs: Sequence[str]) -> dict[str, Any]:
+
+def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
     """``key=value`` pairs; values are JSON where they parse as it, else text."""
     options = {}
     for pair in pairs:
@@ -29,7 +31,7 @@ def _demos(args: argparse.Namespace) -> int:
     tasks = tuple(args.tasks) if args.tasks is not None else None
     config = DemoConfig(args.episodes, args.chunk, args.stride, args.noise, seed=args.seed, tasks=tasks,
                         held_out_init_states=args.held_out_init_states)  # fmt: skip
-    card = generate(args.env, _options(args.option), args.out, config, args.expert, args.workers, args.python)
+    card = generate(args.env, parse_options(args.option), args.out, config, args.expert, args.workers, args.python)
     print(json.dumps({k: v for k, v in card.items() if k != "spec"}, indent=1))
     return 0
 
@@ -49,7 +51,7 @@ def _eval(args: argparse.Namespace) -> int:
     from vla3_plugin.trainer.offline import evaluate_checkpoint
 
     evaluation = evaluate_checkpoint(
-        args.policy, args.env, _options(args.option), _options(args.policy_option), tasks=args.tasks,
+        args.policy, args.env, parse_options(args.option), parse_options(args.policy_option), tasks=args.tasks,
         episodes=args.episodes, held_out=args.held_out_init_states, mode=args.mode, processes=args.processes,
         slots=args.slots, python=args.python, seed=args.seed, videos=args.videos, out=args.out,
     )  # fmt: skip
@@ -68,7 +70,7 @@ def _check_env(args: argparse.Namespace) -> int:
     from vla3_plugin.envs.check import check_env
     from vla3_plugin.envs.registry import make_env
 
-    env = make_env(args.env, _options(args.option), python=args.python)
+    env = make_env(args.env, parse_options(args.option), python=args.python)
     try:
         check_env(env)
     finally:
@@ -80,7 +82,7 @@ def _check_env(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from vla3_plugin.doctor import examine, format_findings
 
-    findings = examine()
+    findings = examine(args.quick, args.python, args.recipe)
     print(json.dumps(findings, indent=1) if args.json else format_findings(findings))
     return 0 if findings["ok"] else 1
 
@@ -98,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="vla3", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+    def command(name: str, run: Callable[[argparse.Namespace], int] | None, text: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text)
         sub.set_defaults(run=run)
         return sub
@@ -143,6 +145,11 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = command("doctor", _doctor, "what is installed, what is patched, what is missing")
     doctor.add_argument("--json", action="store_true")
+    doctor.add_argument("--quick", action="store_true", help="leave out the recipe's fit and the simulators' smoke")
+    doctor.add_argument("--python", help="another interpreter for the simulators, as vla3.env.python")
+    doctor.add_argument("--recipe", default="vla3_quickstart", help="whose placement must fit here")
+
+    add_policy_commands(command)
     return parser
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from vla3_plugin.contract import Observation
+from vla3_plugin.policies.checkpoints import CheckpointError
 from vla3_plugin.policies.pi0 import PI0Policy
-from vla3_plugin.policies.pi0_config import LORA_TARGETS
-from vla3_plugin.policies.pi0_files import CheckpointError
+from vla3_plugin.policies.pi0_paligemma import LORA_TARGETS
 from vla3_plugin.policies.presets import PRESETS, _pi0_model
 from vla3_plugin.policies.processing import Processing
 

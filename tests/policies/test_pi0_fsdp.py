@@ -1,4 +1,4 @@
-"""pi0 below verl's FSDP2 wrapping: the same numbers and gradients as the bare module."""
+"""pi0 and pi0.5 below verl's FSDP2 wrapping: the same numbers and gradients as the bare module."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from vla3_plugin.contract import Observation
+from vla3_plugin.policies.flow_policy import FlowPolicy
 from vla3_plugin.policies.pi0 import PI0Policy
+from vla3_plugin.policies.pi05 import PI05Policy
+from vla3_plugin.policies.pi05_prompt import STATE_PROMPT
 from vla3_plugin.policies.presets import _pi0_model
 from vla3_plugin.policies.processing import Processing
 
 MODEL = _pi0_model(
-    width=32, mlp=64, expert=32, expert_mlp=64, depth=2, heads=2, head_dim=16, vocabulary=256,
+    width=32, mlp=64, expert=32, expert_mlp=64, depth=2, heads=2, head_dim=16, vocabulary=512,
     vision=dict(
         hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, patch_size=16, image_size=32,
     ),
@@ -34,13 +37,17 @@ def mesh():
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def policy() -> PI0Policy:
-    rng = np.random.default_rng(0)
+@pytest.fixture(scope="module", params=["pi0", "pi05"])
+def policy(request) -> FlowPolicy:
+    rng, pi05 = np.random.default_rng(0), request.param == "pi05"
     record = Processing.from_demos(
-        rng.normal(size=(50, 9)), rng.normal(size=(50, 7)), cameras=["a"], image_size=(32, 32), max_tokens=8
-    )
-    return PI0Policy.build("pi0-nano", record, model=MODEL, executed=4, sde_mode="joint")
+        rng.normal(size=(50, 9)), rng.normal(size=(50, 7)), cameras=["a"], image_size=(32, 32), max_tokens=20,
+        prompt=STATE_PROMPT if pi05 else "{task}\n",
+    )  # fmt: skip
+    settings = dict(executed=4, sde_mode="joint")
+    if not pi05:
+        return PI0Policy.build("pi0-nano", record, model=MODEL, **settings)
+    return PI05Policy.build("pi05-nano", record, model=MODEL, method="flow_noise", value_source="expert", **settings)
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ def test_a_third_party_family_is_found_through_its_entry_point(monkeypatch):
         name, value = "broken", "no_such_package_here:Policy"
 
     monkeypatch.setattr(registry, "entry_points", lambda group: [Entry, Broken])
-    assert policy_names() == ["broken", "latency", "pi0", "theirs"]
+    assert policy_names() == sorted([*registry.BUILT_IN, "broken", "theirs"])
     assert policy_class("theirs").__name__ == "OrderedDict"
     with pytest.raises(ValueError, match="'broken'.*no_such_package_here.*does not load: ModuleNotFoundError"):
         policy_class("broken")
@@ -137,6 +137,6 @@ def test_a_hub_id_is_fetched_and_a_failure_names_it(saved, monkeypatch):
 
 
 def test_a_checkpoint_of_an_unknown_family_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "openvla"}))
-    with pytest.raises(ValueError, match="unknown policy family 'openvla'.*known: .*pi0"):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "smolvla"}))
+    with pytest.raises(ValueError, match="unknown policy family 'smolvla'.*known: .*pi0"):
         load_policy(tmp_path)

@@ -132,6 +132,8 @@ def train(demos: list[Path], out: Path, config: SFTConfig) -> dict[str, Any]:
         cameras=cameras,
         image_size=preset.image_size,
         max_tokens=preset.max_tokens,
+        normalisation=preset.normalisation,
+        prompt=preset.prompt,
         **_names(demos),
     )
     policy = build_policy(config.preset, processing, seed=config.seed)
@@ -207,7 +209,8 @@ def _inputs(policy: Any, data: dict[str, np.ndarray], cameras: list[str]) -> dic
     )
     prepared = policy.prepare(list(observations))
     inputs = {f"{fields.INPUT}{name}": value for name, value in prepared.items()}
-    actions = np.where(data["action_mask"][..., None], data["actions"], 0.0)  # what stands behind the mask may be NaN
+    mask, demonstrated = (data[name][:, : policy.horizon] for name in ("action_mask", "actions"))
+    actions = np.where(mask[..., None], demonstrated, 0.0)  # what stands behind the mask may be NaN
     inputs[f"{fields.INPUT}actions"] = torch.from_numpy(actions.astype(np.float32))
-    inputs["action_mask"] = torch.from_numpy(data["action_mask"])
+    inputs["action_mask"] = torch.from_numpy(mask)
     return inputs

@@ -1,42 +1,32 @@
-"""pi0 on disk: building a preset, our own checkpoint directories, and published checkpoints.
-
-A directory of ours holds ``config.json`` (family, preset, network and policy settings), ``model.safetensors``,
-``processing.json`` and ``tokenizer.json``. Weights are safetensors only: a pickle can run code when it is opened.
-"""
+"""pi0 and pi0.5 from presets and from published checkpoints: transformers', lerobot's and openpi's PyTorch layouts."""
 
 from __future__ import annotations
 
 import copy
-import difflib
-import json
-import logging
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import asdict, fields
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from vla3_plugin.policies import checkpoints
+from vla3_plugin.policies.checkpoints import CONFIG, HEADS, CheckpointError, read_config, weight_shapes
+from vla3_plugin.policies.flow_settings import FlowSettings
 from vla3_plugin.policies.hub import download
+from vla3_plugin.policies.pi05_prompt import STATE_BINS, STATE_NUMBERS
 from vla3_plugin.policies.presets import PRESETS
 from vla3_plugin.policies.processing import Processing
-from vla3_plugin.policies.prompts import load_tokenizer, word_tokenizer
+from vla3_plugin.policies.prompts import word_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from vla3_plugin.policies.pi0 import PI0Policy
+    from vla3_plugin.policies.pi0_paligemma import PaliGemmaPolicy
 
-logger = logging.getLogger(__name__)
-
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-FORMAT = 1
-VALUE_HEAD = "value_head."
+P = TypeVar("P", bound="PaliGemmaPolicy")
 
 # Published names (openpi's PyTorch port, lerobot with or without its leading "model.") to transformers' names.
 _RENAMES: list[tuple[str, str]] = [
@@ -49,11 +39,14 @@ _RENAMES: list[tuple[str, str]] = [
     (r"\.vision_tower\.vision_model\.", ".vision_tower."),
     (r"^model\.vlm\.language_model\.model\.", "model.vlm.language_model."),  # as transformers 5.10 saves it
 ]
-_UNUSED = ("model.dit.embed_tokens.weight",)  # the expert reads no tokens; checkpoints carry the table all the same
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that is damaged, incomplete, of another architecture, or in a format that is not read."""
+# What lerobot's config.json says of the network; the rest are the published sizes.
+_STATED = [
+    "chunk_size", "max_state_dim", "max_action_dim", "min_period", "max_period", "time_sampling_beta_alpha",
+    "time_sampling_beta_beta", "time_sampling_scale", "time_sampling_offset",
+]  # fmt: skip
+_OPENPI = {"action_dim", "action_horizon"}  # in the config.json of openpi's conversion to PyTorch
+_MARKS = {".state_proj.": "pi0", ".action_time_mlp_in.": "pi0", ".time_mlp_in.": "pi05", "layernorm.dense.": "pi05"}
+UNUSED = "model.dit.embed_tokens.weight"  # the expert reads no tokens; checkpoints carry the table all the same
 
 
 def transformers_key(name: str) -> str:
@@ -63,11 +56,8 @@ def transformers_key(name: str) -> str:
     return name
 
 
-# building
-
-
 def build(
-    cls: type[PI0Policy],
+    cls: type[P],
     preset: str,
     processing: Processing,
     *,
@@ -75,24 +65,25 @@ def build(
     model: dict[str, Any] | None = None,
     seed: int = 0,
     **settings: Any,
-) -> PI0Policy:
+) -> P:
     """Fresh weights, the same for the same ``seed``. ``model`` and ``settings`` override the preset's."""
-    from transformers import PI0Config
-
     chosen = PRESETS[preset]
-    config = PI0Config(**{**copy.deepcopy(chosen.model), **(model or {})})
+    config = cls.config_from({**chosen.model, **(model or {})})
     if tokenizer is not None:
-        processing = _readable(processing, tokenizer)
+        processing = checkpoints.with_tokenizer(processing, tokenizer)
     elif processing.prompts is None:
         if not chosen.words:
             raise ValueError(f"preset {preset!r} brings no tokenizer: give the one of google/paligemma-3b-pt-224")
         processing = processing.with_tokenizer(word_tokenizer(chosen.words))
+    parsed = checkpoints.parse_settings(FlowSettings, {**chosen.policy, **settings}, cls.family)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        built = _construct(cls, config, {**chosen.policy, **settings}, processing)
+        built = cls(config, parsed, processing)
         if chosen.sincos_positions:
-            positions = built.pi0.model.vlm.vision_tower.embeddings.position_embedding.weight
+            positions = built.vlm.vision_tower.embeddings.position_embedding.weight
             positions.data.copy_(sincos_positions(*positions.shape))
+        if chosen.words and "{state}" in processing.prompt:
+            _order_numbers(built.vlm.get_input_embeddings().weight.data, processing, config.initializer_range)
     built.preset = preset
     return built
 
@@ -112,125 +103,17 @@ def sincos_positions(patches: int, width: int) -> Tensor:
     return 0.7 * torch.cat([rows, columns], dim=2).reshape(patches, width)
 
 
-def _readable(processing: Processing, tokenizer: Tokenizer | str | Path) -> Processing:
-    if isinstance(tokenizer, str | Path):
-        tokenizer = load_tokenizer(Path(tokenizer))
-    return processing.with_tokenizer(tokenizer)
-
-
-def _construct(cls: type[PI0Policy], config: Any, settings: dict[str, Any], processing: Processing) -> PI0Policy:
-    from vla3_plugin.policies.pi0_config import PI0PolicyConfig
-
-    known = {field.name for field in fields(PI0PolicyConfig)}
-    unknown = sorted(set(settings) - known)
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], known, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ValueError(f"{unknown[0]!r} is not a setting of pi0{hint}; known: {', '.join(sorted(known))}")
-    if processing.prompts is None:
-        raise ValueError("no tokenizer.json beside the checkpoint; give `tokenizer`, the one it was trained with")
-    tokens = processing.prompts.tokenizer.get_vocab_size()
-    vocabulary = config.vlm_config.text_config.vocab_size
-    if tokens > vocabulary:
-        raise ValueError(
-            f"the tokenizer has {tokens} tokens, the model's embedding {vocabulary}: not made for each other"
-        )
-    return cls(config, PI0PolicyConfig(**settings), processing)
-
-
-def _processing(
-    given: Processing | str | Path | None, tokenizer: Tokenizer | str | Path | None, path: Path
-) -> Processing:
-    record = given if isinstance(given, Processing) else Processing.load(Path(given or path))
-    if tokenizer is not None:
-        return _readable(record, tokenizer)
-    return record if record.prompts is not None else _readable(record, path)
-
-
-def _dtype(name: str | torch.dtype) -> torch.dtype:
-    known = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
-             "float64": torch.float64}  # fmt: skip
-    if isinstance(name, torch.dtype):
-        return name
-    if name not in known:
-        raise ValueError(f"dtype is {name!r}, expected one of {', '.join(known)}")
-    return known[name]
-
-
-# our own directories
-
-
-def save(policy: PI0Policy, path: Path, state: dict[str, Tensor] | None, dtype: torch.dtype | None) -> None:
-    path.mkdir(parents=True, exist_ok=True)
-    tensors = {}
-    for name, tensor in (policy.state_dict() if state is None else state).items():
-        tensor = tensor.detach().cpu()
-        if dtype is not None and tensor.is_floating_point():
-            tensor = tensor.to(dtype)
-        tensors[name] = tensor.contiguous()
-    config = {
-        "format": FORMAT,
-        "family": policy.family,
-        "preset": policy.preset,
-        "policy": asdict(policy.policy),
-        "model": policy.config.to_dict(),
-    }
-    (path / CONFIG).write_text(json.dumps(config, indent=1, default=str) + "\n")
-    policy.processing.save(path)
-    save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
-
-
-def load(
-    cls: type[PI0Policy],
-    path: Path,
-    *,
-    processing: Processing | str | Path | None = None,
-    tokenizer: Tokenizer | str | Path | None = None,
-    dtype: str | torch.dtype = torch.float32,
-    **settings: Any,
-) -> PI0Policy:
-    """``settings`` override the stored ones. One that changes the value head's shape starts a new head, and says so."""
-    from transformers import PI0Config
-
-    data = read_config(path)
-    if data.get("family") != cls.family or data.get("format") != FORMAT:
-        found = f"family {data.get('family')!r}, format {data.get('format')!r}"
-        raise CheckpointError(f"{path / CONFIG}: {found}; expected {cls.family!r}, {FORMAT}")
-    merged = {**data["policy"], **settings}
-    record = _processing(processing, tokenizer, path)
-    loaded = _empty(cls, PI0Config(**data["model"]), merged, record, _dtype(dtype))
-    loaded.preset = data.get("preset")
-    files, shapes = weight_shapes(path)
-    head = {key: tuple(value.shape) for key, value in loaded.state_dict().items() if key.startswith(VALUE_HEAD)}
-    fresh = merged != data["policy"] and any(shapes.get(key) != shape for key, shape in head.items())
-    if fresh:
-        logger.warning("the value head of %s does not fit the overridden settings: it starts anew", path)
-        files = {key: file for key, file in files.items() if not key.startswith(VALUE_HEAD)}
-    _fill(loaded, {key: key for key in files}, files, shapes, set(head) if fresh else set(), path)
-    return loaded
-
-
-def _empty(
-    cls: type[PI0Policy], config: Any, settings: dict[str, Any], processing: Processing, dtype: torch.dtype
-) -> PI0Policy:
-    """The module in ``dtype``, its backbone's weights allocated and not drawn; the value head is drawn."""
-    from transformers.initialization import no_init_weights
-
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.random.fork_rng(devices=[]), no_init_weights():
-            torch.manual_seed(0)
-            return _construct(cls, config, settings, processing)
-    finally:
-        torch.set_default_dtype(default)
-
-
-# published checkpoints
+def _order_numbers(table: Tensor, processing: Processing, std: float) -> None:
+    """Fresh embeddings of the numbers a state is written in, in place: sines and cosines, so that 100 is near 101."""
+    tokenizer: Any = processing.prompts and processing.prompts.tokenizer
+    ids = {int(number): tokenizer.token_to_id(number) for number in STATE_NUMBERS}
+    place = torch.tensor([number / STATE_BINS for number in ids])
+    angle = place[:, None] * torch.pi * torch.logspace(math.log10(0.5), math.log10(32.0), table.shape[1] // 2)
+    table[torch.tensor(list(ids.values()))] = math.sqrt(2.0) * std * torch.cat([angle.sin(), angle.cos()], dim=1)
 
 
 def from_checkpoint(
-    cls: type[PI0Policy],
+    cls: type[P],
     source: str | Path,
     *,
     processing: Processing | str | Path | None = None,
@@ -238,135 +121,65 @@ def from_checkpoint(
     model: dict[str, Any] | None = None,
     dtype: str | torch.dtype = torch.float32,
     **settings: Any,
-) -> PI0Policy:
+) -> P:
     """Weights in transformers', lerobot's or openpi's PyTorch layout, from a directory or a hub id.
 
     ``processing`` (record or file) is needed where the directory has no ``processing.json``: published weights do not
     know the environment's cameras and statistics. ``tokenizer``: PaliGemma's, where the directory has none. ``model``
-    overrides sizes. The value head starts anew.
+    overrides sizes. The heads start anew.
     """
-    from transformers import PI0Config
-
     path = Path(source) if Path(source).is_dir() else download(str(source))
-    config = PI0Config(**{**_published_sizes(path), **(model or {})})
-    record = _processing(processing, tokenizer, path)
-    loaded = _empty(cls, config, {**PRESETS["pi0"].policy, **settings}, record, _dtype(dtype))
+    sizes = _published_sizes(cls, path)
     files, shapes = weight_shapes(path)
-    targets = {name: "pi0." + transformers_key(name) for name in files}
-    tied = "pi0.model.vlm.language_model.embed_tokens.weight"
-    if len(twice := [name for name, key in targets.items() if key == tied]) > 1:
-        for name in twice:
-            if "lm_head" in name:  # both hold the token embedding; fine-tuning trains the other one
-                del targets[name]
-    fresh_head = {key for key in loaded.state_dict() if key.startswith(VALUE_HEAD)}
-    _fill(loaded, targets, files, shapes, fresh_head, path)
+    told = weights_family(files)
+    if told not in (None, cls.family):
+        raise CheckpointError(f"{path} is labelled {cls.family!r} and holds the tensors of {told!r}: mend {CONFIG}")
+    config = cls.config_from({**sizes, **(model or {})})
+    record = checkpoints.read_processing(processing, tokenizer, path)
+    merged = {**PRESETS[cls.published_preset].policy, **settings}
+    parsed = checkpoints.parse_settings(FlowSettings, merged, cls.family)
+    loaded = checkpoints.empty(lambda: cls(config, parsed, record), checkpoints.parse_dtype(dtype))
+    targets = published_targets(cls, files)
+    fresh = {key for key in loaded.state_dict() if key.startswith(HEADS)}
+    checkpoints.fill(loaded, targets, files, shapes, fresh, path, f"{cls.family} model")
     return loaded
 
 
-def _published_sizes(path: Path) -> dict[str, Any]:
-    """Sizes for ``PI0Config`` from transformers' or lerobot's ``config.json``."""
+def published_targets(cls: type[PaliGemmaPolicy], names: Iterable[str]) -> dict[str, str]:
+    """A published checkpoint's names to the policy's keys, without the tables that nothing reads.
+
+    Where both ``embed_tokens`` and ``lm_head`` are there they hold the same token embedding, and ``embed_tokens`` is
+    read: fine-tuning trains it.
+    """
+    found = {name: key for name in names if (key := cls.published_key(name)) is not None}
+    for key in [key for key in set(found.values()) if list(found.values()).count(key) > 1]:
+        for name in [name for name, target in found.items() if target == key and "lm_head" in name]:
+            del found[name]
+    return {name: f"{cls.network_name}.{key}" for name, key in found.items()}
+
+
+def _published_sizes(cls: type[PaliGemmaPolicy], path: Path) -> dict[str, Any]:
+    """Sizes for the config class from transformers', lerobot's or openpi's ``config.json``."""
     data = read_config(path)
     kind = data.get("model_type") or data.get("type")
-    if kind != "pi0":
-        raise CheckpointError(f"{path / CONFIG} describes a {kind!r} model, expected 'pi0'")
+    if kind != cls.family and not (kind is None and _OPENPI <= data.keys()):
+        raise CheckpointError(f"{path / CONFIG} describes a {kind!r} model, expected {cls.family!r}")
     if "vlm_config" in data:
         return data
-    sizes = copy.deepcopy(PRESETS["pi0"].model)
-    for key in ("chunk_size", "max_state_dim", "max_action_dim", "min_period", "max_period"):
-        if key in data:
-            sizes[key] = data[key]
-    return sizes
-
-
-# reading
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    file = path / CONFIG
-    if not file.is_file():
-        raise CheckpointError(f"{file} does not exist: {path} is not a checkpoint directory")
-    try:
-        data = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file} is damaged: {error}") from None
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{file} is damaged: expected an object, got {type(data).__name__}")
-    return data
-
-
-def _weight_files(path: Path) -> list[Path]:
-    if (path / WEIGHTS).is_file():
-        return [path / WEIGHTS]
-    if (path / INDEX).is_file():
-        files = sorted({path / name for name in json.loads((path / INDEX).read_text())["weight_map"].values()})
-        absent = [file.name for file in files if not file.is_file()]
-        if absent:
-            raise CheckpointError(f"{path / INDEX} names {', '.join(absent)}, which do not exist")
-        return files
-    pickles = [file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl") for file in path.glob(pattern)]
-    if pickles:
-        raise CheckpointError(
-            f"{path} holds {', '.join(sorted(pickles))} and no {WEIGHTS}: pickles can run code when opened and are not "
-            "read; convert them to safetensors"
+    sizes = copy.deepcopy(PRESETS[cls.published_preset].model)
+    if kind is None:  # openpi's conversion names no architecture
+        return sizes | dict(
+            chunk_size=data["action_horizon"], max_action_dim=data["action_dim"], max_state_dim=data["action_dim"]
         )
-    raise CheckpointError(f"{path} holds no {WEIGHTS}")
+    return sizes | {key: data[key] for key in _STATED if key in data}
 
 
-def weight_shapes(path: Path) -> tuple[dict[str, Path], dict[str, tuple[int, ...]]]:
-    """Name to file and name to shape, from the files' headers. A truncated file is found here."""
-    names: dict[str, Path] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in _weight_files(path):
-        try:
-            with safe_open(file, framework="pt") as reader:
-                for name in reader.keys():
-                    names[name] = file
-                    shapes[name] = tuple(reader.get_slice(name).get_shape())
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file} is damaged or cut short ({file.stat().st_size} bytes): {error}") from None
-    return names, shapes
+def weights_family(names: Iterable[str]) -> str | None:
+    """``pi0`` or ``pi05`` by the tensors that only one of them has; none: neither, or both."""
+    told = {family for name in names for mark, family in _MARKS.items() if mark in f".{name}"}
+    return told.pop() if len(told) == 1 else None
 
 
-def _fill(
-    policy: PI0Policy,
-    targets: dict[str, str],
-    files: dict[str, Path],
-    shapes: dict[str, tuple[int, ...]],
-    may_miss: set[str],
-    path: Path,
-) -> None:
-    """Copy every tensor into ``policy``, or say which are missing, unexpected or of another shape."""
-    wanted = policy.state_dict()
-    targets = {name: key for name, key in targets.items() if key.removeprefix("pi0.") not in _UNUSED}
-    problems = _mismatch(wanted, targets, shapes, may_miss)
-    if problems:
-        raise CheckpointError(f"{path} does not hold this {policy.family} model: {'; '.join(problems)}")
-    if any(tensor.is_meta for tensor in wanted.values()):
-        return  # asked for sizes and checks only
-    for name, tensor in _tensors(files, set(targets)):
-        wanted[targets[name]].copy_(tensor)
-
-
-def _mismatch(
-    wanted: dict[str, Tensor], targets: dict[str, str], shapes: dict[str, tuple[int, ...]], may_miss: set[str]
-) -> list[str]:
-    def some(keys: list[str]) -> str:
-        return ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
-
-    missing = sorted(set(wanted) - set(targets.values()) - may_miss)
-    unexpected = sorted(name for name, key in targets.items() if key not in wanted)
-    other = sorted(
-        f"{name} {list(shapes[name])} instead of {list(wanted[key].shape)}"
-        for name, key in targets.items()
-        if key in wanted and shapes[name] != tuple(wanted[key].shape)
-    )
-    lists = (("missing", missing), ("unexpected", unexpected), ("of another shape", other))
-    return [f"{len(keys)} {kind}: {some(keys)}" for kind, keys in lists if keys]
-
-
-def _tensors(files: dict[str, Path], names: set[str]) -> Iterator[tuple[str, Tensor]]:
-    for file in sorted(set(files.values())):
-        with safe_open(file, framework="pt") as reader:
-            for name in reader.keys():
-                if name in names:
-                    yield name, reader.get_tensor(name)
+def unnamed_family(path: Path) -> str | None:
+    """The family of a directory whose ``config.json`` names none, if it is openpi's conversion of pi0 or pi0.5."""
+    return weights_family(weight_shapes(path)[0]) if _OPENPI <= read_config(path).keys() else None

@@ -1,13 +1,11 @@
-"""The parts that pi0 needs beside transformers' network: time features, the prefix's cache, the value head."""
+"""The parts that pi0 and pi0.5 need beside transformers' networks: time features, the prefix and its cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PI0Config
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -63,41 +61,22 @@ class ReadLayer(DynamicLayer):
 class Prefix(NamedTuple):
     cache: Cache
     mask: Tensor  # int64 [B, P]
-    hidden: Tensor  # [B, P, width], after the last norm
+    hidden: Tensor  # [B, P, width], after the last norm; empty where the prefix was carried as tensors
     state: Tensor  # float32 [B, max_state_dim], normalised
 
+    def tensors(self) -> dict[str, Tensor]:
+        """What denoising steps read: not the last hidden states, which served the value alone."""
+        kept = {"mask": self.mask, "state": self.state}
+        for i, layer in enumerate(self.cache.layers):
+            kept |= {f"keys.{i}": layer.keys, f"values.{i}": layer.values}
+        return kept
 
-class ValueHead(nn.Module):
-    """V(s) from the prefix and the proprioceptive state.
-
-    The mean of the prefix's last hidden states over its real tokens, layer-normalised, beside the normalised state:
-    in pi0 the state token belongs to the suffix, so the prefix alone does not know where the arm is.
-    """
-
-    def __init__(self, width: int, state_dim: int, hidden: int, outputs: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        last = nn.Linear(hidden, outputs)
-        self.mlp = nn.Sequential(
-            nn.Linear(width + state_dim, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU(), last
-        )
-        nn.init.normal_(last.weight, std=0.01)  # first values near 0, whatever the backbone says
-        nn.init.zeros_(last.bias)
-
-    def forward(self, hidden: Tensor, mask: Tensor, state: Tensor) -> Tensor:
-        weight = mask[:, :, None].to(hidden.dtype)
-        pooled = (hidden * weight).sum(1) / weight.sum(1)
-        value = self.mlp(torch.cat([self.norm(pooled), state.to(hidden.dtype)], dim=-1))
-        return value if value.dtype == torch.float64 else value.float()
-
-
-def checkpointed(forward: Callable[..., Any], layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(layer, *args, **kwargs)
-    return checkpoint(forward, layer, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-
-def is_fsdp(module: nn.Module) -> bool:
-    from torch.distributed.fsdp import FSDPModule
-
-    return isinstance(module, FSDPModule)
+    @classmethod
+    def of(cls, kept: dict[str, Tensor]) -> Prefix:
+        layers = []
+        for i in range((len(kept) - 2) // 2):
+            written = WriteLayer()
+            written.update(kept[f"keys.{i}"], kept[f"values.{i}"])
+            layers.append(ReadLayer(written))
+        nothing = kept["state"].new_empty(len(kept["state"]), 0, 0)
+        return cls(Cache(layers=list(layers)), kept["mask"], nothing, kept["state"])

@@ -8,7 +8,7 @@ from typing import Any
 from vla3_plugin.contract import EnvSpec
 from vla3_plugin.policies.presets import PRESETS
 from vla3_plugin.policies.processing import FILE
-from vla3_plugin.policies.registry import checkpoint_path, load_policy, load_processing
+from vla3_plugin.policies.registry import checkpoint_path, describes_itself, load_policy, load_processing
 
 
 def load_preparer(path: str | Path, **options: Any) -> Any:
@@ -16,7 +16,10 @@ def load_preparer(path: str | Path, **options: Any) -> Any:
     preset = None if Path(path).is_dir() else PRESETS.get(str(path))
     if preset is not None and not preset.needs_processing:
         return load_policy(path, **options)
-    if preset is not None or "processing" in options or (checkpoint_path(path) / FILE).is_file():
+    if preset is not None or "processing" in options:
+        return load_processing(path, **options)
+    directory = checkpoint_path(path)
+    if (directory / FILE).is_file() or describes_itself(directory, options):
         return load_processing(path, **options)
     return load_policy(path, **options)
 

@@ -1,9 +1,15 @@
-"""Named policy sizes. ``pi0`` is the published architecture, ``pi0-nano`` the same classes at about 2 M parameters."""
+"""Named policy sizes: ``<family>`` is the published architecture, ``<family>-nano`` the same classes at a few million
+parameters."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+
+from vla3_plugin.policies.gr00t_sizes import PUBLISHED as GR00T_PUBLISHED
+from vla3_plugin.policies.gr00t_sizes import model_sizes as gr00t_sizes
+from vla3_plugin.policies.openvla_prompts import TEMPLATE as OPENVLA_PROMPT
+from vla3_plugin.policies.pi05_prompt import STATE_NUMBERS, STATE_PROMPT
 
 # Every word of LIBERO's 130 instructions, then those of ManiSkill's table-top tasks and a few for tasks to come.
 NANO_WORDS = """
@@ -26,6 +32,7 @@ class Preset:
 
     ``words`` non-empty: the preset brings a word-level tokenizer of its own; empty: one must come with the checkpoint.
     ``sincos_positions``: fresh image position embeddings start as 2-D sines and cosines and not as small noise.
+    ``prompt``, ``normalisation``: what a record made from demonstrations for this preset says (``Processing``).
     ``needs_processing``: false for a family that takes observations as they are, without an environment's record.
     """
 
@@ -37,6 +44,8 @@ class Preset:
     max_tokens: int = 48
     words: tuple[str, ...] = ()
     sincos_positions: bool = False
+    prompt: str = "{task}\n"
+    normalisation: str = "mean_std"
     needs_processing: bool = True
 
 
@@ -71,6 +80,43 @@ def _pi0_model(
     )
 
 
+def _prismatic_model(**sizes: Any) -> dict[str, Any]:
+    """Keyword arguments of ``prismatic.PrismaticSizes``; the published ones, where ``sizes`` says nothing."""
+    published: dict[str, Any] = dict(
+        dino=dict(width=1024, depth=23, heads=16, mlp=4096, patch=14, image=224, registers=4, layer_scale=True),
+        siglip=dict(width=1152, depth=26, heads=16, mlp=4304, patch=14, image=224),
+        text=dict(
+            vocab_size=32064,
+            hidden_size=4096,
+            intermediate_size=11008,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=32,
+            max_position_embeddings=2048,
+            rms_norm_eps=1e-6,
+        ),
+        vocab_padding=64,
+    )
+    return {**published, **sizes}
+
+
+_PRISMATIC_NANO = _prismatic_model(
+    dino=dict(width=128, depth=2, heads=4, mlp=256, patch=16, image=64, registers=2, layer_scale=True),
+    siglip=dict(width=128, depth=2, heads=4, mlp=256, patch=16, image=64),
+    text=dict(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        rms_norm_eps=1e-6,
+        initializer_range=0.06,
+    ),
+    vocab_padding=0,
+)
+
 PRESETS: dict[str, Preset] = {
     "pi0": Preset(
         family="pi0",
@@ -102,6 +148,109 @@ PRESETS: dict[str, Preset] = {
         image_size=(64, 64),
         max_tokens=24,
         words=tuple(NANO_WORDS),
+    ),
+    "gr00t-n1.5": Preset(
+        family="gr00t_n1_5",
+        summary="the published sizes: Eagle 2.5 (12 layers of Qwen3 1.7B, SigLIP) and a 0.6 B DiT, 2.4 B parameters",
+        model=GR00T_PUBLISHED,
+        policy=dict(executed=8),
+        max_tokens=96,
+    ),
+    "gr00t-n1.5-nano": Preset(
+        family="gr00t_n1_5",
+        summary="the same classes at 3 M parameters, 64 px: a policy that samples and trains on one CPU core",
+        model=gr00t_sizes(
+            vision=dict(
+                hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, patch_size=16,
+                image_size=64, hidden_act="gelu_pytorch_tanh",
+            ),
+            text=dict(
+                hidden_size=128, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4,
+                num_key_value_heads=2, head_dim=32, vocab_size=256, max_position_embeddings=512,
+                rope_parameters=dict(rope_theta=1e4, rope_type="default"),
+            ),
+            layers=3, image_token=14, vl=(1, 4, 32), dit=(4, 4, 32), hidden=128, horizon=8, max_action_dim=7,
+            embodiments=1, future_tokens=4, max_positions=64, dropout=0.0, initializer_range=0.06,
+        ),
+        sincos_positions=True,
+        policy=dict(executed=8, value_hidden=128),
+        image_size=(64, 64),
+        max_tokens=40,
+        words=tuple(NANO_WORDS),
+    ),
+    "pi05": Preset(
+        family="pi05",
+        summary="the published sizes: PaliGemma 3B and a 300M action expert, 3.6 B parameters, 224 px",
+        model=_pi0_model(
+            width=2048, mlp=16384, expert=1024, expert_mlp=4096, depth=18, heads=8, head_dim=256, vocabulary=257152,
+            vision=dict(
+                hidden_size=1152, intermediate_size=4304, num_hidden_layers=27, num_attention_heads=16,
+                patch_size=14, image_size=224,
+            ),
+            chunk_size=50,
+        ),
+        policy=dict(executed=5),
+        max_tokens=200,
+        prompt=STATE_PROMPT,
+        normalisation="quantiles",
+    ),
+    "pi05-nano": Preset(
+        family="pi05",
+        summary="the same classes at 3 M parameters, 64 px: a policy that samples and trains on one CPU core",
+        model=_pi0_model(
+            width=128, mlp=384, expert=128, expert_mlp=384, depth=4, heads=4, head_dim=32, vocabulary=512,
+            vision=dict(
+                hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+                patch_size=16, image_size=64,
+            ),
+            initializer_range=0.06,
+            chunk_size=8, max_action_dim=7, num_inference_steps=4,
+        ),
+        sincos_positions=True,
+        policy=dict(executed=8, value_hidden=128),
+        image_size=(64, 64),
+        max_tokens=64,
+        words=("task", "state", "action", *NANO_WORDS, *STATE_NUMBERS),
+        prompt=STATE_PROMPT,
+        normalisation="quantiles",
+    ),
+    "openvla": Preset(
+        family="openvla",
+        summary="the published sizes: DINOv2-L, SigLIP-So400m and Llama-2 7B, one action token by token, 224 px",
+        model=_prismatic_model(),
+        max_tokens=64,
+        prompt=OPENVLA_PROMPT,
+        normalisation="quantiles",
+    ),
+    "openvla-oft": Preset(
+        family="openvla_oft",
+        summary="the same network decoding chunks of 8 actions in parallel",
+        model=_prismatic_model(),
+        max_tokens=64,
+        prompt=OPENVLA_PROMPT,
+        normalisation="quantiles",
+    ),
+    "openvla-nano": Preset(
+        family="openvla",
+        summary="the same classes at 2 M parameters, 64 px: a policy that samples and trains on one CPU core",
+        model=_PRISMATIC_NANO,
+        policy=dict(value_hidden=128),
+        image_size=(64, 64),
+        max_tokens=36,
+        words=("what", "action", "should", "robot", "take", "out", *NANO_WORDS),
+        prompt=OPENVLA_PROMPT,
+        normalisation="quantiles",
+    ),
+    "openvla-oft-nano": Preset(
+        family="openvla_oft",
+        summary="the same network at 2 M parameters decoding chunks of 8 actions in parallel",
+        model=_PRISMATIC_NANO,
+        policy=dict(value_hidden=128),
+        image_size=(64, 64),
+        max_tokens=36,
+        words=("what", "action", "should", "robot", "take", "out", *NANO_WORDS),
+        prompt=OPENVLA_PROMPT,
+        normalisation="quantiles",
     ),
     "latency": Preset(
         family="latency",

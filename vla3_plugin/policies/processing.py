@@ -144,8 +144,9 @@ class Processing:
     looked at. ``image_size``: (height, width) of the model's input. ``state_dim`` and ``action_dim`` are the
     environment's; the model pads both with zeros. ``gripper`` is one of ``GRIPPERS`` and applies to action dimension
     ``gripper_index``; ``gripper_binary`` rounds it to -1 or 1 in environment units, which suits grippers that take a
-    command and not a width. ``prompt`` must contain ``{task}``. ``state_names`` and ``action_names``, where given, are
-    held against the environment's. The tokenizer lies beside the record, in its own file.
+    command and not a width. ``prompt`` must contain ``{task}`` and may contain ``{state}`` (``prompts.state_words``).
+    ``state_names`` and ``action_names``, where given, are held against the environment's. The tokenizer lies beside the
+    record, in its own file.
     """
 
     cameras: list[str]
@@ -240,7 +241,8 @@ class Processing:
         if self.prompts is None:
             raise ProcessingError(f"no tokenizer: instructions cannot be read ({TOKENIZER_FILE} lies beside {FILE})")
         inputs = self.stack(observations)
-        inputs["input_ids"], inputs["attention_mask"] = self.prompts([o.instruction for o in observations])
+        state = self.state.forward(inputs["state"]) if self.prompts.wants_state else None
+        inputs["input_ids"], inputs["attention_mask"] = self.prompts([o.instruction for o in observations], state)
         return inputs
 
     def stack(self, observations: Sequence[Observation]) -> dict[str, Tensor]:

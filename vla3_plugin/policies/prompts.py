@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from vla3_plugin.policies.pi05_prompt import STATE_BINS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -26,30 +29,55 @@ class PromptTokenizer:
             raise ValueError(f"the tokenizer has no {BOS} token: it was not made for pi0")
         self._cache: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def encode(self, instruction: str) -> tuple[Tensor, Tensor]:
+    @property
+    def wants_state(self) -> bool:
+        return "{state}" in self.prompt
+
+    def text(self, instruction: str, state: str | None = None) -> str:
+        """The prompt. One that holds the state is of pi0.5's kind, whose instructions are cleaned: no space around, no
+        underscore and no line break inside (double spaces and case stay)."""
+        if state is None:
+            return self.prompt.replace("{task}", instruction.removesuffix("\n"))
+        task = instruction.strip().replace("_", " ").replace("\n", " ")
+        return self.prompt.replace("{state}", state).replace("{task}", task)
+
+    def encode(self, instruction: str, state: str | None = None) -> tuple[Tensor, Tensor]:
         """Ids and mask, int64 [max_tokens] each. A prompt that does not fit is an error: half a task is another."""
+        if state is not None:
+            return self._encode(instruction, state)  # not kept: hardly any comes twice
         if instruction not in self._cache:
-            ids = self.tokenizer.encode(
-                self.prompt.replace("{task}", instruction.removesuffix("\n")), add_special_tokens=False
-            ).ids
-            ids = [self.bos, *ids]
-            if len(ids) > self.max_tokens:
-                raise ValueError(
-                    f"instruction {instruction!r} takes {len(ids)} tokens, the policy was made for {self.max_tokens}"
-                )
-            padding = self.max_tokens - len(ids)
-            self._cache[instruction] = (
-                torch.tensor(ids + [0] * padding),
-                torch.tensor([1] * len(ids) + [0] * padding),
-            )
+            self._cache[instruction] = self._encode(instruction, None)
         return self._cache[instruction]
 
-    def __call__(self, instructions: Sequence[str]) -> tuple[Tensor, Tensor]:
-        ids, masks = zip(*(self.encode(instruction) for instruction in instructions), strict=True)
+    def _encode(self, instruction: str, state: str | None) -> tuple[Tensor, Tensor]:
+        ids = [self.bos, *self.tokenizer.encode(self.text(instruction, state), add_special_tokens=False).ids]
+        if len(ids) > self.max_tokens:
+            holding = "" if state is None else f" with a state of {len(state.split())} numbers"
+            raise ValueError(
+                f"instruction {instruction!r}{holding} takes {len(ids)} tokens, the policy was made for "
+                f"{self.max_tokens}"
+            )
+        padding = self.max_tokens - len(ids)
+        return torch.tensor(ids + [0] * padding), torch.tensor([1] * len(ids) + [0] * padding)
+
+    def __call__(self, instructions: Sequence[str], state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """``state``: normalised, [B, S], for a prompt that holds it."""
+        words = [None] * len(instructions) if state is None else state_words(state)
+        ids, masks = zip(*map(self.encode, instructions, words), strict=True)
         return torch.stack(ids), torch.stack(masks)
 
     def save(self, directory: Path) -> None:
         self.tokenizer.save(str(directory / FILE))
+
+
+def state_words(state: Tensor) -> list[str]:
+    """Normalised states [B, S] as pi0.5 reads them: the bin of each value, 256 over [-1, 1], separated by spaces.
+
+    Neither padded nor clipped: what lies below -1 is bin -1, what lies at 1 or above is bin 255.
+    """
+    edges = np.linspace(-1.0, 1.0, STATE_BINS + 1)[:-1]
+    bins = np.digitize(state.cpu().numpy(), edges) - 1
+    return [" ".join(map(str, row)) for row in bins.tolist()]
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:

@@ -24,7 +24,24 @@ GROUP = "vla3.policies"
 EMBEDDED = PACKAGE / "weights"
 BUILT_IN = {  # so that a source tree works without installation
     "pi0": "vla3_plugin.policies.pi0:PI0Policy",
+    "gr00t_n1_5": "vla3_plugin.policies.gr00t:GR00TPolicy",
+    "groot": "vla3_plugin.policies.gr00t:GR00TPolicy",  # what lerobot calls it
+    "pi05": "vla3_plugin.policies.pi05:PI05Policy",
+    "openvla": "vla3_plugin.policies.openvla:OpenVLAPolicy",
+    "openvla_oft": "vla3_plugin.policies.openvla_oft:OpenVLAOFTPolicy",
     "latency": "vla3_plugin.policies.latency:LatencyPolicy",
+}
+RECORDS = {  # families whose processing record says more than ``Processing``
+    "gr00t_n1_5": "vla3_plugin.policies.gr00t_processing:GR00TProcessing",
+    "groot": "vla3_plugin.policies.gr00t_processing:GR00TProcessing",
+    "openvla": "vla3_plugin.policies.openvla_processing:OpenVLAProcessing",
+    "openvla_oft": "vla3_plugin.policies.openvla_processing:OpenVLAProcessing",
+}
+PUBLISHED_RECORDS = {  # families whose published checkpoints say enough to make a record of
+    "gr00t_n1_5": "vla3_plugin.policies.gr00t_files:record_of",
+    "groot": "vla3_plugin.policies.gr00t_files:record_of",
+    "openvla": "vla3_plugin.policies.openvla_statistics:record_of",
+    "openvla_oft": "vla3_plugin.policies.openvla_statistics:record_of",
 }
 
 
@@ -79,15 +96,34 @@ def load_policy(path_or_preset: str | Path, **options: Any) -> VLAPolicy:
                 f"checkpoint: a directory, a hub id or an embedded one ({', '.join(embedded_names()) or 'none'})"
             )
         record = options.pop("processing")
-        return build_policy(name, _load_record(record), **options)
+        return build_policy(name, _load_record(record, PRESETS[name].family), **options)
     path = checkpoint_path(path_or_preset)
-    family = _config(path).get("family")
-    if family is not None:
-        return policy_class(family).load(path, **options)  # type: ignore[attr-defined]
-    kind = _config(path).get("model_type") or _config(path).get("type")
+    kind = family_of(path, options.pop("family", None))
+    if "family" in _config(path):
+        return policy_class(kind).load(path, **options)  # type: ignore[attr-defined]
+    return policy_class(kind).from_checkpoint(path, **options)  # type: ignore[attr-defined]
+
+
+def family_of(path: Path, wanted: str | None = None) -> str:
+    """The family of a checkpoint directory. ``wanted``: for published files that fit several (OpenVLA-OFT's say
+    ``openvla``); a directory of ours knows its own.
+
+    Raises:
+        ValueError: the directory names none, or is ours and of another family than ``wanted``.
+    """
+    config = _config(path)
+    if (own := config.get("family")) is not None:
+        if wanted not in (None, own):
+            raise ValueError(f"family is {wanted!r}, {path / 'config.json'} is of family {own!r}")
+        return own
+    kind = wanted or config.get("model_type") or config.get("type")
+    if kind is None and _config(path):
+        from vla3_plugin.policies.pi0_files import unnamed_family
+
+        kind = unnamed_family(path)
     if kind is None:
         raise ValueError(f"{path / 'config.json'} is missing or names no architecture: {path} is no checkpoint")
-    return policy_class(kind).from_checkpoint(path, **options)  # type: ignore[attr-defined]
+    return kind
 
 
 def policy_summary(path_or_preset: str | Path, **options: Any) -> dict[str, Any]:
@@ -104,17 +140,29 @@ def load_processing(path_or_preset: str | Path, **options: Any) -> Processing:
 
     name = str(path_or_preset)
     if name in PRESETS and not Path(name).is_dir():
-        record = _load_record(options["processing"])
+        record = _load_record(options["processing"], PRESETS[name].family)
         if record.prompts is None and PRESETS[name].words:
-            record = record.with_tokenizer(word_tokenizer(PRESETS[name].words))
+            words = PRESETS[name].words
+            own = getattr(record, "with_words", None)  # a family whose prompts hold more than words
+            record = own(words) if own is not None else record.with_tokenizer(word_tokenizer(words))
     else:
         path = checkpoint_path(path_or_preset)
-        record = _load_record(options.get("processing") or path)
+        family = family_of(path, options.get("family"))
+        if describes_itself(path, options):
+            return _attribute(PUBLISHED_RECORDS[family])(family, path, **options)
+        record = _load_record(options.get("processing") or path, family)
         if record.prompts is None and "tokenizer" not in options:
-            record = record.with_tokenizer(load_tokenizer(path))
+            record = record.with_tokenizer(getattr(record, "read_tokenizer", load_tokenizer)(path))
     if isinstance(tokenizer := options.get("tokenizer"), str | Path):
-        return record.with_tokenizer(load_tokenizer(Path(tokenizer)))
+        return record.with_tokenizer(getattr(record, "read_tokenizer", load_tokenizer)(Path(tokenizer)))
     return record if tokenizer is None else record.with_tokenizer(tokenizer)
+
+
+def describes_itself(path: Path, options: dict[str, Any]) -> bool:
+    """Whether ``load_processing`` makes the record of what a published checkpoint says, with no ``processing.json``."""
+    if "processing" in options or (path / "processing.json").is_file():
+        return False
+    return family_of(path, options.get("family")) in PUBLISHED_RECORDS
 
 
 def embedded_names() -> list[str]:
@@ -143,10 +191,19 @@ def checkpoint_path(name: str | Path) -> Path:
     )
 
 
-def _load_record(record: Processing | str | Path) -> Processing:
+def _load_record(record: Processing | str | Path, family: str) -> Processing:
+    """``record``, given as such or as a file, as the family's own kind of record."""
     from vla3_plugin.policies.processing import Processing
 
-    return record if isinstance(record, Processing) else Processing.load(Path(record))
+    kind: Any = _attribute(RECORDS[family]) if family in RECORDS else Processing
+    if isinstance(record, Processing):
+        return kind.of(record) if family in RECORDS else record
+    return kind.load(Path(record))
+
+
+def _attribute(target: str) -> Any:
+    module, _, attribute = target.partition(":")
+    return getattr(import_module(module), attribute)
 
 
 def _config(path: Path) -> dict[str, Any]:
