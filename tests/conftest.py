@@ -16,4 +16,6 @@ settings.register_profile(
 )
 settings.load_profile("vla3")
 
+pytest_plugins = ["whole_runs"]
+
 torch.set_num_threads(1)

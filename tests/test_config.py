@@ -1,9 +1,15 @@
 """The schema: what is accepted, and that a refusal names the key, the value and the fix."""
 
+import dataclasses
+import re
+import typing
+
 import pytest
 from omegaconf import OmegaConf
 
-from vla3_plugin.config import ConfigError, VLA3Config, known_keys, parse
+from vla3_plugin import config_cross
+from vla3_plugin.config import ConfigError, VLA3Config, known_keys, parse, unknown_key
+from vla3_plugin.config_checks import CHOICES, RANGES
 
 
 def test_the_defaults_are_valid():
@@ -61,3 +67,114 @@ def test_all_faults_are_reported_at_once():
 
 def test_known_keys_cover_every_level():
     assert {"vla3.seed", "vla3.env.python", "vla3.algorithm.clip_ratio_c"} <= set(known_keys())
+
+
+def _numbers(cls=VLA3Config, prefix=""):
+    for f in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(f.default_factory):
+            yield from _numbers(f.default_factory, f"{prefix}{f.name}.")
+        elif typing.get_type_hints(cls)[f.name] in (int, float, int | None, float | None):
+            yield f"{prefix}{f.name}"
+
+
+def test_every_number_of_the_schema_has_a_range_and_every_check_a_key():
+    """Whoever adds a number says what it may be (``config_checks.RANGES``): no NaN and no -1 reaches a worker."""
+    assert set(RANGES) == set(_numbers())
+    assert {f"vla3.{path}" for path in CHOICES} <= set(known_keys())
+
+
+@pytest.mark.parametrize("path", sorted(RANGES))
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e30, 1e30, "many", [], {}, {"a": 1}])
+def test_no_number_of_the_schema_takes_what_is_none(path, value):
+    node = value
+    for part in reversed(path.split(".")):
+        node = {part: node}
+    with pytest.raises(ConfigError) as refused:
+        parse(OmegaConf.create(node))
+    assert f"vla3.{path}: " in str(refused.value)
+
+
+@pytest.mark.parametrize("node", [None, 7, "x", [1], OmegaConf.create([1])])
+def test_the_tree_itself_must_be_a_mapping(node):
+    with pytest.raises(ConfigError, match=r"vla3: .*, expected a mapping"):
+        parse(node)
+
+
+def test_a_part_of_the_tree_must_be_a_mapping_too_and_its_keys_are_named():
+    with pytest.raises(ConfigError, match=r"vla3\.stages\.streaming: None, expected a mapping with the keys enabled"):
+        parse(OmegaConf.create({"stages": {"streaming": None}}))
+
+
+def test_ill_typed_values_are_all_named_at_once_with_what_is_out_of_range():
+    with pytest.raises(ConfigError) as refused:
+        parse(OmegaConf.create({"env": {"workers": "two", "tasks": "all", "timeout_s": -1}, "seed": [1], "sed": 1}))
+    assert len(refused.value.faults) == 5
+
+
+def test_options_of_a_simulator_are_its_own_affair():
+    assert parse(OmegaConf.create({"env": {"options": {"anything": {"at": ["all"]}}}})).env.options["anything"]
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("vla3.algoritm.gamma", "did you mean vla3.algorithm.gamma?"),
+        ("vla3.stages.training.max_stalenes", "did you mean vla3.stages.training.max_staleness?"),
+        ("vla3.stages.streaming.zzzzzzzzzzzzzzzzzzzzzz", "unknown key"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_nearest(name, hint):
+    assert hint in (unknown_key(name) or "")
+    assert unknown_key("vla3.env.options.whatever") is None and unknown_key("vla3.env") is None
+
+
+def agreeing(**changes):
+    """The keys of verl that must agree with ``vla3``, in a state where they do."""
+    tree = OmegaConf.create(
+        {
+            "data": {"train_batch_size": 32},
+            "trainer": {"device": "cpu"},
+            "transfer_queue": {"backend": {"SimpleStorage": {"total_storage_size": 1000}}},
+            "actor_rollout_ref": {
+                "actor": {"strategy": "fsdp2", "fsdp_config": {"param_offload": False, "optimizer_offload": False}},
+                "rollout": {
+                    "n_gpus_per_node": 1, "nnodes": 1, "tensor_model_parallel_size": 1,
+                    "checkpoint_engine": {"backend": "vla3_gloo"},
+                },
+            },
+        }
+    )  # fmt: skip
+    for key, value in changes.items():
+        OmegaConf.update(tree, key.replace("__", "."), value)
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("verl", "ours", "message"),
+    [
+        ({"data__train_batch_size": 30}, {"algorithm": {"group_size": 8}}, "30 episodes do not divide .* use 24"),
+        (
+            {"data__train_batch_size": 400},
+            {"stages": {"training": {"enabled": True, "max_staleness": 2}}},
+            r"train_batch_size: 400 episodes, of 3 steps at once .*total_storage_size = 1000",
+        ),
+        ({"actor_rollout_ref__actor__strategy": "fsdp"}, {}, "cannot shard CPU parameters; use fsdp2"),
+        ({"actor_rollout_ref__rollout__checkpoint_engine__backend": "nccl"}, {}, "'nccl' needs an accelerator"),
+        ({"actor_rollout_ref__rollout__n_gpus_per_node": 3}, {}, r"vla3\.env\.workers: 1 for 3 policy workers"),
+        (
+            {},
+            {"algorithm": {"num_mini_batches": 33, "mini_batches": "episodes"}},
+            "33 mini-batches of whole groups, but a step has 32",
+        ),
+    ],
+)
+def test_keys_of_verl_and_ours_must_agree(verl, ours, message):
+    assert config_cross.faults(agreeing(), parse(OmegaConf.create({}))) == []
+    (fault,) = config_cross.faults(agreeing(**verl), parse(OmegaConf.create(ours)))
+    assert re.search(message, fault), fault
+
+
+def test_environments_that_would_never_work_are_noted():
+    assert config_cross.notes(agreeing(), parse(OmegaConf.create({"env": {"envs_per_shard": 16}}))) == []
+    (note,) = config_cross.notes(agreeing(), parse(OmegaConf.create({"env": {"envs_per_shard": 20}})))
+    assert "40 environments, but at most 32 episodes" in note and "8 of them" in note

@@ -122,8 +122,8 @@ def test_the_wheel_carries_recipes_configs_patches_and_weights(tmp_path):
 @pytest.mark.slow
 def test_a_cluster_that_we_start_refuses_whoever_has_no_token(tmp_path):
     code = (
-        "import verl, ray; from omegaconf import OmegaConf; from vla3_plugin.launch import _prepare_local_cluster; "
-        "_prepare_local_cluster(OmegaConf.create({'ray_kwargs': {'ray_init': {}}})); "
+        "import verl, ray; from omegaconf import OmegaConf; from vla3_plugin.launch import prepare_local_cluster; "
+        "prepare_local_cluster(OmegaConf.create({'ray_kwargs': {'ray_init': {}}})); "
         "context = ray.init(num_cpus=1, include_dashboard=False); address = context.address_info['gcs_address']; "
         "import subprocess, sys, os; "
         "clean = {k: v for k, v in os.environ.items() if not k.startswith('RAY_')}; "

@@ -1,11 +1,15 @@
 """Whole runs, each in a process of its own, as a user starts them."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 HERE = Path(__file__).parent
@@ -16,7 +20,7 @@ def third_party(tmp_path_factory):
     """A directory into which the third-party package has really been installed."""
     target = tmp_path_factory.mktemp("third_party")
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target)]
-    subprocess.run([*command, str(HERE.parent / "third_party")], check=True, capture_output=True)
+    subprocess.run([*command, str(HERE / "third_party")], check=True, capture_output=True)
     return target
 
 
@@ -30,6 +34,49 @@ def gaussian(third_party, tmp_path_factory):
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(third_party)})
     return path
+
+
+def marked(tag):
+    """Living processes whose environment carries ``tag``: everything a run started, however it is parented now."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("VLA3_TEST_TAG") == tag and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def wait_for(condition, seconds):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return condition()
+
+
+@pytest.fixture(scope="session")
+def start_run(third_party):
+    """``start_run(directory, *overrides)`` starts a run and returns (process, tag for ``marked``, log file)."""
+
+    def start(directory: Path, *overrides: str, recipe="vla3_maniskill_sync"):
+        tag = f"{os.getpid()}-{directory}"
+        command = [sys.executable, "-m", "verl.trainer.main", f"recipe={recipe}", f"vla3.run_dir={directory}"]
+        environment = {**os.environ, "PYTHONPATH": str(third_party), "VLA3_PROFILE": "cpu", "VLA3_TEST_TAG": tag}
+        directory.mkdir(parents=True, exist_ok=True)
+        log = directory.parent / f"{directory.name}.log"
+        with log.open("a") as file:
+            process = subprocess.Popen(
+                [*command, *overrides],
+                cwd=directory,
+                env=environment,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+                # where these tests run as a shell's background job, an ignored interrupt would be inherited
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
+        return process, tag, log
+
+    return start
 
 
 class Run:

@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from vla3_plugin.algorithms.granularity import check_granularity, parse_level
+from vla3_plugin.config_checks import contradictions, show, value_faults
 
 
 class ConfigError(ValueError):
@@ -35,6 +35,10 @@ class EnvConfig:
     python: str | None = None  # another interpreter for the simulator
     timeout_s: float = 120.0  # one reset or one chunk step
     deadline_s: float = 1800.0  # from one finished episode to the next
+    max_attempts: int = 3  # simulators an episode may take down before it is given up
+    max_failures: int = 10  # of one simulator in a row, no episode finished between them, before the run ends
+    recycle_episodes: int | None = None  # a simulator that has played so many is replaced
+    recycle_mb: float | None = None  # and one whose process holds more memory
     held_out_init_states: int = 0  # initial states never trained on
 
 
@@ -126,40 +130,10 @@ class VLA3Config:
     stages: StagesConfig = field(default_factory=StagesConfig)
     keep_checkpoints: int = 2
     deadline_s: float = 1800.0  # one answer of a policy worker, one micro-batch of the learner, one publication
+    heartbeat_s: float = 60.0  # a worker that shows no sign of life for so long is killed and restarted
+    max_worker_restarts: int = 3  # of each env worker and each policy worker
+    max_restarts: int = 0  # of the whole run, from its newest checkpoint, when it ends with an error
     parity_tolerance: float = 1e-4  # rollout against learner log-probs at the start of a run
-
-
-_CHOICES = {
-    "profile": ("auto", "cpu", "gpu"),
-    "algorithm.adv_type": ("gae", "grpo"),
-    "algorithm.loss_type": ("actor", "actor_critic"),
-    "algorithm.bootstrap_type": ("standard", "always"),
-    "algorithm.kl_penalty": ("k1", "k2", "k3"),
-    "algorithm.advantage_statistics": ("batch", "previous"),
-    "algorithm.mini_batches": ("samples", "episodes"),
-    "evaluation.mode": ("ode", "both"),
-    "stages.interaction.batching": ("run_to_completion", "step_join"),
-    "stages.training.correction": ("decoupled", "truncated", "none"),
-    "stages.training.proximal": ("recompute", "interpolate"),
-}
-_POSITIVE = (
-    "env.workers",
-    "env.shards_per_worker",
-    "env.envs_per_shard",
-    "env.pipeline_stage_num",
-    "env.timeout_s",
-    "env.deadline_s",
-    "algorithm.group_size",
-    "algorithm.update_epoch",
-    "algorithm.num_mini_batches",
-    "evaluation.episodes_per_task",
-    "stages.interaction.max_batch_size",
-    "stages.interaction.max_queue",
-    "keep_checkpoints",
-    "deadline_s",
-    "parity_tolerance",
-)
-_UNIT = ("algorithm.gamma", "algorithm.gae_lambda")
 
 
 def known_keys(cls: type = VLA3Config, prefix: str = "vla3") -> list[str]:
@@ -172,146 +146,63 @@ def known_keys(cls: type = VLA3Config, prefix: str = "vla3") -> list[str]:
     return keys
 
 
-def _unknown(node: Any, cls: type, prefix: str) -> list[str]:
-    faults = []
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    for key in node:
-        name = f"{prefix}.{key}"
-        if key not in fields:
-            near = difflib.get_close_matches(name, known_keys(), n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(fields)}"
-            faults.append(f"{name}: unknown key; {hint}")
-        elif dataclasses.is_dataclass(fields[key].default_factory) and isinstance(node[key], DictConfig):
-            faults += _unknown(node[key], fields[key].default_factory, name)  # type: ignore[arg-type]
-    return faults
+def unknown_key(name: str) -> str | None:
+    """The fault of a key below ``vla3`` that the schema does not have, with the nearest one that it has."""
+    known = known_keys()
+    free = "vla3.env.options"
+    if name in known or name.startswith(f"{free}."):
+        return None
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    beside = [key.rsplit(".", 1)[1] for key in known if key.rsplit(".", 1)[0] == name.rsplit(".", 1)[0]]
+    hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(beside) or ', '.join(known)}"
+    return f"{name}: unknown key; {hint}"
 
 
-def parse(node: DictConfig) -> VLA3Config:
+def parse(node: Any) -> VLA3Config:
     """The typed tree of ``config.vla3``.
 
     Raises:
         ConfigError: unknown keys (with the nearest known one), ill-typed values, values out of range, keys that
             contradict one another; all of them at once.
     """
-    faults = _unknown(node, VLA3Config, "vla3")
-    known = OmegaConf.create({k: v for k, v in node.items() if k in {f.name for f in dataclasses.fields(VLA3Config)}})
-    schema = OmegaConf.structured(VLA3Config)
-    for key in list(known):
-        try:
-            OmegaConf.merge(schema, {key: known[key]})
-        except OmegaConfBaseException as error:
-            if f"vla3.{getattr(error, 'full_key', '')}" not in " ".join(faults):
-                faults.append(f"vla3.{error.full_key or key}: {str(error).splitlines()[0]}")
-    if faults:
-        raise ConfigError(faults)
-    config: VLA3Config = OmegaConf.to_object(OmegaConf.merge(schema, known))  # type: ignore[assignment]
-    faults = _range_faults(config) + _algorithm_faults(config.algorithm)
-    faults += [] if faults else _stage_faults(config)
+    if not isinstance(node, DictConfig):
+        raise ConfigError([f"vla3: {show(node)}, expected a mapping with the keys of the schema; remove the override"])
+    try:
+        data: Any = OmegaConf.to_container(node, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError([f"vla3.{error.full_key or ''}: {str(error).splitlines()[0]}"]) from None
+    typed = OmegaConf.structured(VLA3Config)
+    faults = _fill(typed, data, VLA3Config, "vla3")
+    config: VLA3Config = OmegaConf.to_object(typed)  # type: ignore[assignment]  # defaults stand where a type was wrong
+    faults += value_faults(config)
+    faults += [] if faults else contradictions(config)
     if faults:
         raise ConfigError(faults)
     return config
 
 
-def _get(config: VLA3Config, path: str) -> Any:
-    node: Any = config
-    for part in path.split("."):
-        node = getattr(node, part)
-    return node
-
-
-def _range_faults(config: VLA3Config) -> list[str]:
-    faults = []
-    for path, choices in _CHOICES.items():
-        if _get(config, path) not in choices:
-            near = difflib.get_close_matches(str(_get(config, path)), choices, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            faults.append(f"vla3.{path}: {_get(config, path)!r}, expected one of {', '.join(choices)}{hint}")
-    faults += [f"vla3.{p}: {_get(config, p)}, expected more than 0" for p in _POSITIVE if not _get(config, p) > 0]
-    faults += [f"vla3.{p}: {_get(config, p)}, expected 0 to 1" for p in _UNIT if not 0 <= _get(config, p) <= 1]
-    return faults
-
-
-def _stage_faults(config: VLA3Config) -> list[str]:
-    faults = []
-    stages, algorithm, env = config.stages, config.algorithm, config.env
-    if stages.interaction.max_wait_ms < 0:
-        faults.append(f"vla3.stages.interaction.max_wait_ms: {stages.interaction.max_wait_ms}, expected 0 or more")
-    if stages.interaction.max_queue < stages.interaction.max_batch_size:
-        faults.append(
-            f"vla3.stages.interaction.max_queue: {stages.interaction.max_queue}, expected at least max_batch_size = "
-            f"{stages.interaction.max_batch_size}"
-        )
-    if env.pipeline_stage_num > env.shards_per_worker:
-        faults.append(
-            f"vla3.env.pipeline_stage_num: {env.pipeline_stage_num}, expected at most vla3.env.shards_per_worker = "
-            f"{env.shards_per_worker}"
-        )
-    if stages.training.max_staleness < 0:
-        faults.append(f"vla3.stages.training.max_staleness: {stages.training.max_staleness}, expected 0 or more")
-    if stages.training.behave_weight_threshold is not None and stages.training.behave_weight_threshold <= 0:
-        faults.append(
-            f"vla3.stages.training.behave_weight_threshold: {stages.training.behave_weight_threshold}, expected more "
-            "than 0, or null for no bound"
-        )
-    return faults + (_streaming_faults(algorithm) if stages.streaming.enabled else [])
-
-
-def _streaming_faults(a: AlgorithmConfig) -> list[str]:
-    """What would need the whole batch before its first micro-batch."""
-    faults = []
-    if a.adv_type == "gae" and a.normalize_advantages and a.advantage_statistics == "batch":
-        faults.append(
-            "vla3.algorithm.advantage_statistics: 'batch' with vla3.stages.streaming.enabled, expected 'previous': the "
-            "mean and deviation of a batch are not known while it arrives"
-        )
-    if a.num_mini_batches > 1 and a.mini_batches == "samples":
-        faults.append(
-            "vla3.algorithm.mini_batches: 'samples' with vla3.stages.streaming.enabled and num_mini_batches = "
-            f"{a.num_mini_batches}, expected 'episodes': samples that have not arrived cannot be shuffled"
-        )
-    levels = {parse_level(a.logprob_type, key="logprob_type")}
-    if a.loss_type == "actor_critic":
-        levels.add(parse_level(a.reward_type, key="reward_type"))
-    if a.entropy_bonus != 0:
-        levels.add(parse_level(a.entropy_type, key="entropy_type"))
-    if "chunk" in levels and len(levels) > 1:  # tokens and actions stand in a fixed ratio
-        faults.append(
-            f"vla3.algorithm.logprob_type: {a.logprob_type!r} with reward_type {a.reward_type!r} and entropy_type "
-            f"{a.entropy_type!r} and vla3.stages.streaming.enabled: the terms of the loss would be divided by counts "
-            "whose ratio is known only at the end; give them one level, or turn streaming off"
-        )
-    other = "loss_type 'actor_critic'" if a.loss_type == "actor_critic" else "an entropy_bonus" * (a.entropy_bonus != 0)
-    if other and (a.length_normalization or (a.filter_rewards and a.loss_type == "actor_critic")):
-        key = "length_normalization" if a.length_normalization else "filter_rewards"
-        faults.append(
-            f"vla3.algorithm.{key}: true with {other} and vla3.stages.streaming.enabled: the terms of the loss would "
-            "be divided by counts whose ratio is known only at the end; turn one of them off"
-        )
-    return faults
-
-
-def _algorithm_faults(algorithm: AlgorithmConfig) -> list[str]:
-    faults = []
-    try:
-        check_granularity(reward_type=algorithm.reward_type, logprob_type=algorithm.logprob_type)
-        parse_level(algorithm.entropy_type, key="entropy_type")
-    except ValueError as error:
-        faults.append(f"vla3.algorithm.{error}")
-    if algorithm.adv_type == "grpo" and algorithm.group_size < 2:
-        faults.append(
-            f"vla3.algorithm.group_size: {algorithm.group_size}, expected at least 2 with adv_type grpo: a group of "
-            "one has no spread to compare with; set group_size=8"
-        )
-    if algorithm.adv_type == "grpo" and algorithm.loss_type == "actor_critic":
-        faults.append("vla3.algorithm.loss_type: 'actor_critic' with adv_type grpo, expected 'actor': it has no critic")
-    if algorithm.adv_type == "gae" and algorithm.loss_type == "actor":
-        faults.append("vla3.algorithm.loss_type: 'actor' with adv_type gae, expected 'actor_critic': GAE needs values")
-    if algorithm.filter_rewards and algorithm.rewards_lower_bound > algorithm.rewards_upper_bound:
-        faults.append(
-            f"vla3.algorithm.rewards_lower_bound: {algorithm.rewards_lower_bound} is above rewards_upper_bound "
-            f"{algorithm.rewards_upper_bound}; swap them"
-        )
-    for name in ("clip_ratio_low", "clip_ratio_high"):
-        if not 0 < getattr(algorithm, name) < (1 if name == "clip_ratio_low" else float("inf")):
-            faults.append(f"vla3.algorithm.{name}: {getattr(algorithm, name)}, expected more than 0 (low: below 1)")
-    return faults
+def _fill(typed: Any, data: dict[Any, Any], cls: type, prefix: str) -> list[str]:
+    """Put ``data`` into ``typed`` (a structured ``cls``), value by value; the faults of those that do not fit."""
+    faults: list[str | None] = []
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    for key, value in data.items():
+        name = f"{prefix}.{key}"
+        inner = fields[key].default_factory if key in fields else None
+        if key not in fields:
+            faults.append(unknown_key(name))
+        elif dataclasses.is_dataclass(inner):
+            if isinstance(value, dict):
+                faults += _fill(typed[key], value, inner, name)  # type: ignore[arg-type]
+            else:
+                keys = ", ".join(f.name for f in dataclasses.fields(inner))
+                faults.append(f"{name}: {show(value)}, expected a mapping with the keys {keys}")
+        else:
+            try:
+                typed[key] = value
+            except (OmegaConfBaseException, ValueError, OverflowError) as error:
+                expected = (
+                    str(fields[key].type).removeprefix("<class '").removesuffix("'>").replace(" | None", " or null")
+                )
+                why = str(error).splitlines()[0]
+                faults.append(f"{name}: {why[:100] if show(value) in why else show(value)}, expected {expected}")
+    return [fault for fault in faults if fault]

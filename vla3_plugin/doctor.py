@@ -1,56 +1,143 @@
-"""``vla3 doctor``: versions, whether the plugin loaded (and if not, the error verl swallowed), patches, simulators."""
+"""``vla3 doctor``: what is installed, what would run where, what is missing; each fault with what mends it.
 
-import importlib.util
+Every check is a function that returns findings. What can crash, hang, or must see a fresh interpreter (verl's import,
+drivers, simulators) runs in a child process with a deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, requires, version
-from typing import Any
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+State = Literal["ok", "warn", "bad"]
+_MARKS = {"ok": "ok  ", "warn": "warn", "bad": "BAD "}
+_TAIL = 12  # lines of a child's output that a finding quotes
 
 
-def _versions() -> list[dict[str, Any]]:
-    from packaging.requirements import Requirement
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at. ``bad``: a run that needs it cannot start; ``warn``: it can, and something is worth knowing.
 
-    rows = []
-    for text in requires("vla3-plugin") or []:
-        requirement = Requirement(text)
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        try:
-            found: str | None = version(requirement.name)
-        except PackageNotFoundError:
-            found = None
-        fits = found is not None and requirement.specifier.contains(found, prereleases=True)
-        rows.append({"package": requirement.name, "found": found, "expected": str(requirement.specifier), "ok": fits})
-    return rows
+    ``fix`` is one command or one sentence; only an ``ok`` finding has none.
+    """
+
+    name: str
+    state: State
+    detail: str
+    fix: str = ""
 
 
-def examine() -> dict[str, Any]:
-    """Everything the doctor knows, as plain data; ``ok`` is false where a training run could not start."""
-    import verl  # noqa: F401  loads the plugin as every run does
-
-    from vla3_plugin import hooks
-    from vla3_plugin.envs.registry import env_fault, env_names
-
-    plugin = sys.modules.get("vla3_plugin.plugin")
-    error = getattr(plugin, "LOAD_ERROR", None) if plugin else "verl did not load it: VERL_USE_EXTERNAL_PLUGINS?"
-    simulators = {name: env_fault(name, None) for name in env_names()}
-    findings: dict[str, Any] = {
-        "python": sys.version.split()[0],
-        "versions": _versions(),
-        "plugin_error": error,
-        "patches": [vars(record) for record in hooks.PATCHES.values()],
-        "simulators": simulators,
-        "gpu": importlib.util.find_spec("torch") is not None and __import__("torch").cuda.is_available(),
-    }
-    findings["ok"] = error is None and all(row["ok"] for row in findings["versions"])
-    return findings
+Check = Callable[[], Sequence[Finding]]
 
 
-def format_findings(findings: dict[str, Any]) -> str:
-    lines = [f"python {findings['python']}, {'a' if findings['gpu'] else 'no'} CUDA device"]
-    for row in findings["versions"]:
-        mark = "ok " if row["ok"] else "BAD"
-        lines.append(f"  {mark} {row['package']} {row['found'] or 'missing'} (expected {row['expected'] or 'any'})")
-    lines.append("plugin: loaded" if findings["plugin_error"] is None else f"plugin: {findings['plugin_error']}")
-    lines += [f"  patch {p['name']} on {p['target']}: {p['state']}; {p['why']}" for p in findings["patches"]]
-    lines += [f"  simulator {name}: {fault or 'installed'}" for name, fault in findings["simulators"].items()]
-    return "\n".join(lines)
+class ProbeError(RuntimeError):
+    """A probe in a child process failed, hung or answered nothing."""
+
+
+def probe(arguments: Sequence[str], deadline_s: float, python: str | None = None) -> Any:
+    """The JSON value on the last line that ``python *arguments`` prints.
+
+    Raises:
+        ProbeError: it did not end in time, failed, or printed no JSON; the message holds its last output.
+    """
+    command = [python or sys.executable, *arguments]
+    environ = dict(os.environ)
+    if python is not None:  # as a simulator's interpreter is started
+        environ = {k: v for k, v in environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=deadline_s, env=environ,
+            errors="replace", check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise ProbeError(f"no answer within {deadline_s:g} s") from None
+    except OSError as error:
+        raise ProbeError(f"{command[0]} does not start: {error}") from None
+    lines = done.stdout.strip().splitlines()
+    try:
+        if done.returncode == 0:
+            return json.loads(lines[-1])
+    except (IndexError, ValueError):
+        pass
+    tail = "\n".join((done.stderr.strip() or done.stdout.strip()).splitlines()[-_TAIL:])
+    how = f"was killed by signal {-done.returncode}" if done.returncode < 0 else f"exited with {done.returncode}"
+    raise ProbeError(f"it {how}: {tail or 'no output'}")
+
+
+def _checks(quick: bool, python: str | None, recipe: str) -> list[Check]:
+    from vla3_plugin import doctor_packages as packages
+
+    checks: list[Check] = [
+        packages.check_python,
+        packages.check_versions,
+        packages.check_dependencies,
+        packages.check_libero_packages,
+        packages.check_embedded_weights,
+        lambda: packages.check_plugin(quick),
+    ]
+    if packages.installed("numpy") is None:
+        return checks  # found above; nothing below can be asked without it
+    from vla3_plugin import doctor_machine as machine
+    from vla3_plugin import doctor_simulators as simulators
+
+    checks += [
+        machine.check_devices,
+        simulators.check_opengl,
+        simulators.check_vulkan,
+        lambda: simulators.check_simulators(python),
+        machine.check_shared_memory,
+        machine.check_file_descriptors,
+        machine.check_memory,
+        machine.check_ports,
+    ]
+    if python is not None:
+        checks.append(lambda: simulators.check_interpreter(python))
+    if not quick:
+        checks += [lambda: machine.check_recipe(recipe), lambda: simulators.check_smoke(python)]
+    return checks
+
+
+def _run(check: Check) -> list[Finding]:
+    try:
+        return list(check())
+    except Exception as error:  # a check that fails is a finding of its own, the others go on
+        name = getattr(check, "__name__", "check").removeprefix("check_").replace("_", " ")
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        detail = (
+            f"this check failed: {type(error).__name__}: {error} ({os.path.basename(where.filename)}:{where.lineno})"
+        )
+        return [Finding(name, "bad", detail, "mend what it names and run vla3 doctor again")]
+
+
+def examine(quick: bool = False, python: str | None = None, recipe: str = "vla3_quickstart") -> dict[str, Any]:
+    """``{"ok", "findings"}`` as plain data; ``ok`` is false where a run could not start.
+
+    ``quick`` leaves out what takes long: loading every patch's target, the recipe's fit and the simulators' smoke.
+    ``python``: another interpreter for the simulators, as ``vla3.env.python``. ``recipe``: whose placement must fit.
+    """
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        findings = [finding for found in pool.map(_run, _checks(quick, python, recipe)) for finding in found]
+    return {"ok": all(f.state != "bad" for f in findings), "findings": [asdict(f) for f in findings]}
+
+
+def format_findings(report: dict[str, Any]) -> str:
+    """One line a finding and one for its fix; a last line that counts."""
+    rows = report["findings"]
+    width = max(len(row["name"]) for row in rows)
+    lines = []
+    for row in rows:
+        first, *rest = row["detail"].splitlines() or [""]
+        lines.append(f"{_MARKS[row['state']]} {row['name']:<{width}}  {first}")
+        lines += [" " * (width + 7) + line for line in rest]
+        if row["fix"]:
+            lines.append(" " * (width + 7) + f"fix: {row['fix']}")
+    count = {state: sum(row["state"] == state for row in rows) for state in ("bad", "warn")}
+    verdict = "a run can start" if report["ok"] else f"{count['bad']} found that would stop a run"
+    return "\n".join([*lines, f"{verdict}; {count['warn']} worth a look"])

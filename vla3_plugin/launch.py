@@ -4,15 +4,19 @@
 then meet in ``before_start``: validate, derive, check the fit, say what will run.
 """
 
+import contextlib
 import difflib
 import os
-import secrets
+import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
-from vla3_plugin.config import ConfigError, VLA3Config, parse
+from vla3_plugin.config import ConfigError, VLA3Config, parse, unknown_key
 from vla3_plugin.resources import recipe_names
 
 
@@ -32,88 +36,81 @@ def main() -> None:
             _fail([f"recipe: {name!r} is not a recipe{hint} The known ones are: {', '.join(known)}"])
     if not chosen and not any(a in ("--help", "-h", "--hydra-help", "--version") for a in arguments):
         _fail([f"no recipe was given; use recipe=NAME with one of: {', '.join(known)}"])
+    from vla3_plugin.security import exposed_in_arguments
+
+    if faults := exposed_in_arguments(arguments):
+        _fail(faults)
+    keys = [a.split("=", 1)[0].lstrip("+~") for a in arguments if "=" in a and not a.startswith("-")]
+    if faults := [fault for key in keys if key.startswith("vla3.") and (fault := unknown_key(key))]:
+        _fail(faults)
     from verl.trainer import main_ppo
 
+    _validate_before_asking(main_ppo)
     sys.argv[1:] = arguments
     main_ppo.main()
 
 
+def _validate_before_asking(main_ppo: Any) -> None:
+    """verl asks two questions of a config before it validates it; what they do not understand, validation refuses."""
+    for name in ("need_reference_policy", "need_critic"):
+        original = getattr(main_ppo, name)
+
+        def question(config: DictConfig, original: Any = original) -> bool:
+            with contextlib.suppress(AttributeError, OmegaConfBaseException):
+                return original(config)
+            return False
+
+        setattr(main_ppo, name, question)
+
+
 def before_start(config: DictConfig) -> None:
-    """Called by both entries between composing and starting; leaves on the first set of faults, with all of them."""
+    """Called by both entries between composing and starting; leaves on the first set of faults, with all of them.
+
+    First each value by itself, then what must agree, then what the machine has.
+    """
+    from vla3_plugin import config_cross, config_verl
+
+    if faults := _exposed_secrets(config):
+        _fail(faults)
+    faults = config_verl.faults(config)
     try:
-        vla3 = parse(config.vla3)
-        faults = _cross_checks(config, vla3)
+        vla3 = parse(OmegaConf.select(config, "vla3"))
     except ConfigError as error:
-        faults = error.faults
+        faults += error.faults
     if faults:
         _fail(faults)
+    faults = config_cross.faults(config, vla3)
     _derive(config, vla3)
+    faults += _stray_paths(config)
     from vla3_plugin.trainer.preflight import announce, preflight
 
-    summary, faults = preflight(config, vla3)
+    summary, found = preflight(config, vla3)
+    faults += found
     if faults:
         _fail(faults)
     announce(summary, Path(config.vla3.run_dir))
-    _prepare_local_cluster(config)
 
 
-def _cross_checks(config: DictConfig, vla3: VLA3Config) -> list[str]:
-    """Keys of verl and of vla3 that must agree."""
-    faults = []
-    groups, count = vla3.algorithm.group_size, config.data.train_batch_size
-    if count % groups:
-        faults.append(
-            f"data.train_batch_size: {count} episodes do not divide into groups of vla3.algorithm.group_size = "
-            f"{groups}; use {max(1, count // groups) * groups}"
-        )
-    if not config.trainer.total_training_steps or config.trainer.total_training_steps < 1:
-        faults.append(
-            f"trainer.total_training_steps: {config.trainer.total_training_steps}, expected at least 1: the episode "
-            "plan has no end of its own"
-        )
-    if config.critic.get("enable") is not False:
-        faults.append("critic.enable: expected false: the value head is part of the policy")
-    if config.actor_rollout_ref.actor.strategy not in ("fsdp2", "fsdp"):
-        faults.append(
-            f"actor_rollout_ref.actor.strategy: {config.actor_rollout_ref.actor.strategy!r}, expected fsdp2 or fsdp"
-        )
-    cpu = config.trainer.device == "cpu"
-    if cpu and config.actor_rollout_ref.actor.strategy == "fsdp":
-        faults.append("actor_rollout_ref.actor.strategy: 'fsdp' cannot shard CPU parameters; use fsdp2")
-    if cpu and config.actor_rollout_ref.rollout.checkpoint_engine.backend != "vla3_gloo":
-        faults.append(
-            "actor_rollout_ref.rollout.checkpoint_engine.backend: "
-            f"{config.actor_rollout_ref.rollout.checkpoint_engine.backend!r} needs an accelerator; use vla3_gloo"
-        )
-    micro = config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
-    if not isinstance(micro, int) or micro < 1:
-        faults.append(f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu: {micro}, expected at least 1")
-    return faults + _stage_checks(config, vla3)
+def _exposed_secrets(config: DictConfig) -> list[str]:
+    """Asked first: other faults quote the values that they refuse."""
+    from vla3_plugin.security import exposed_secrets
+
+    try:
+        plain: Any = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException:  # refused later, with a message of its own
+        plain = OmegaConf.to_container(config, resolve=False)
+    exposed = exposed_secrets(plain)
+    if exposed and HydraConfig.initialized():  # has written the config, secret and all, beside its log already
+        hydra = HydraConfig.get()
+        shutil.rmtree(Path(hydra.runtime.output_dir, hydra.output_subdir or ".hydra"), ignore_errors=True)
+    return exposed
 
 
-def _stage_checks(config: DictConfig, vla3: VLA3Config) -> list[str]:
-    faults = []
-    algorithm, actor, streaming = vla3.algorithm, config.actor_rollout_ref.actor, vla3.stages.streaming.enabled
-    groups = config.data.train_batch_size // algorithm.group_size
-    if (streaming or algorithm.mini_batches == "episodes") and algorithm.num_mini_batches > groups:
-        faults.append(
-            f"vla3.algorithm.num_mini_batches: {algorithm.num_mini_batches} mini-batches of whole groups, but a step "
-            f"has {groups}; use at most {groups}"
-        )
-    for key in ("param_offload", "optimizer_offload"):
-        if streaming and actor.fsdp_config.get(key):
-            faults.append(
-                f"actor_rollout_ref.actor.fsdp_config.{key}: true with vla3.stages.streaming.enabled: what is "
-                "offloaded between updates cannot take a micro-batch at any time; turn one of them off"
-            )
-    rollout = config.actor_rollout_ref.rollout
-    replicas = rollout.n_gpus_per_node * rollout.nnodes // rollout.tensor_model_parallel_size
-    if vla3.env.workers < replicas:
-        faults.append(
-            f"vla3.env.workers: {vla3.env.workers} for {replicas} policy workers, expected at least as many: an env "
-            f"worker asks one policy worker, so {replicas - vla3.env.workers} would never work; set it to {replicas}"
-        )
-    return faults
+def _stray_paths(config: DictConfig) -> list[str]:
+    from vla3_plugin.security import stray_paths
+
+    plain: Any = OmegaConf.to_container(config, resolve=True)
+    return stray_paths(plain, config.vla3.run_dir)
 
 
 def _derive(config: DictConfig, vla3: VLA3Config) -> None:
@@ -127,7 +124,7 @@ def _derive(config: DictConfig, vla3: VLA3Config) -> None:
         config.actor_rollout_ref.actor.use_kl_loss = vla3.algorithm.kl_beta > 0
         config.actor_rollout_ref.rollout.n = 1  # groups are the episode plan's; verl must not multiply by them again
         ray_init = config.ray_kwargs.ray_init
-        if not ray_init.get("address"):
+        if not _joins_a_cluster(config):
             needed = demand(config)
             ray_init.num_cpus = max(needed.cpus, ray_init.get("num_cpus") or os.cpu_count() or 1)
             if config.trainer.device == "cpu":
@@ -137,22 +134,22 @@ def _derive(config: DictConfig, vla3: VLA3Config) -> None:
     os.environ.setdefault("TENSORBOARD_DIR", os.path.join(config.vla3.run_dir, "tensorboard"))
 
 
-def _prepare_local_cluster(config: DictConfig) -> None:
-    """A Ray head listens on every interface whatever node address it is given, so ours asks for a token."""
-    if config.ray_kwargs.ray_init.get("address"):
+def _joins_a_cluster(config: DictConfig) -> bool:
+    """Whether Ray will connect to a cluster that stands already, instead of starting one."""
+    address = config.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_ADDRESS", "local")
+    return address != "local"
+
+
+def prepare_local_cluster(config: DictConfig) -> None:
+    """What a Ray of our own needs to know before it starts."""
+    if _joins_a_cluster(config):
         return
     os.environ.setdefault("RAY_worker_niceness", "0")  # ray's 15 lets any other job starve the trainer
     # ray's record of every task, for a dashboard that is off: each request is a task, and it grew by 0.25 MB a second
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
-    if os.environ.get("RAY_AUTH_MODE"):
-        return
-    os.environ["RAY_AUTH_MODE"] = "token"
-    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    # verl has imported ray already, and ray reads its configuration once, at import
-    import ray
+    from vla3_plugin.security import secure_local_cluster
 
-    ray._raylet.Config.initialize("")  # type: ignore[attr-defined]
-    ray._raylet.AuthenticationTokenLoader.instance().reset_cache()  # type: ignore[attr-defined]
+    secure_local_cluster()
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
 import pytest
 import ray
+import torch
 from omegaconf import OmegaConf
 
-from vla3_plugin.placement.fit import PlacementError, check_cluster, demand
+from vla3_plugin.placement.fit import PlacementError, check_cluster, demand, local_faults
 
 
 def config(ranks=2, replicas=3, nodes=1):
@@ -39,3 +40,21 @@ def test_a_placement_that_does_not_fit_is_refused_with_the_numbers(monkeypatch, 
         check_cluster(config())
     assert f"{there.get('GPU', 0)} GPUs and {there.get('CPU', 0)} CPUs" in str(caught.value)
     assert "trainer.n_gpus_per_node" in str(caught.value)
+
+
+@pytest.mark.parametrize(("devices", "device", "address", "refused"), [
+    (4, "cuda", None, True), (5, "cuda", None, False), (0, "cpu", None, False), (0, "cuda", "ray://head:10001", False),
+])  # fmt: skip
+def test_accelerators_that_this_machine_lacks_are_missed_before_ray_starts(
+    monkeypatch, devices, device, address, refused
+):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    wanted = OmegaConf.merge(
+        config(), {"trainer": {"device": device}, "ray_kwargs": {"ray_init": {"address": address}}}
+    )
+    faults = local_faults(wanted)
+    assert bool(faults) == refused
+    if refused:
+        assert "trainer.n_gpus_per_node: the placement needs 5 GPUs = 2 learner + 3 policy" in faults[0]
+        assert "this machine has 4" in faults[0]

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import time
+
 import numpy as np
 
 from vla3_plugin.contract import ChunkResult, EnvSpec, Episode, Observation
 
 
 class ToyEnv:
-    def __init__(self, num_slots: int = 1, max_steps: int = 16, init_states: int = 4) -> None:
-        self.num_slots = num_slots
+    """``bad``: what happens in the first chunk of an episode, by its id: ``exit`` (as a crash in native code does),
+    ``raise``, ``hang``, ``bad_state`` or ``bad_reward`` (not finite). ``delay_s``: of every chunk.
+    """
+
+    def __init__(
+        self,
+        num_slots: int = 1,
+        max_steps: int = 16,
+        init_states: int = 4,
+        bad: dict[str, str] | None = None,
+        delay_s: float = 0.0,
+    ) -> None:
+        self.num_slots, self._bad, self._delay_s = num_slots, bad or {}, delay_s
+        self._episode = [-1] * num_slots
         self.spec = EnvSpec(
             name="line",
             cameras={"front": (8, 8)},
@@ -29,13 +44,29 @@ class ToyEnv:
 
     def reset(self, slot: int, episode: Episode) -> Observation:
         self._x[slot], self._steps[slot] = -0.1 * episode.init_state_id, 0
+        self._episode[slot] = episode.episode_id
         return self._observe(slot)
 
     def chunk_step(self, slots: list[int], actions: np.ndarray, record: bool = False) -> list[ChunkResult]:
-        return [self._run(slot, actions[i], record) for i, slot in enumerate(slots)]
+        time.sleep(self._delay_s)
+        return [self._suffer(slot, self._run(slot, actions[i], record)) for i, slot in enumerate(slots)]
 
     def close(self) -> None:
         pass
+
+    def _suffer(self, slot: int, result: ChunkResult) -> ChunkResult:
+        how = self._bad.get(str(self._episode[slot]))
+        if how == "exit":
+            os._exit(139)
+        if how == "raise":
+            raise RuntimeError("the physics exploded")
+        if how == "hang":
+            time.sleep(3600)
+        if how == "bad_state":
+            result.observation.state[0] = np.nan
+        if how == "bad_reward":
+            result.rewards[0] = np.nan
+        return result
 
     def _run(self, slot: int, actions: np.ndarray, record: bool) -> ChunkResult:
         length = len(actions)

@@ -1,6 +1,7 @@
 """Publication in the background: in order, one at a time, with a deadline and without losing an error."""
 
 import threading
+import time
 
 import pytest
 
@@ -32,7 +33,7 @@ class WeightPlane:
 
 def publisher(background, deadline_s=10.0):
     plane, learner, served = WeightPlane(), Learner(), []
-    found = Publisher(plane, learner, served.append, served.append, background, Timeline("d"), deadline_s)
+    found = Publisher(plane, learner, served.append, served.append, background, False, Timeline("d"), deadline_s)
     return plane, learner, served, found
 
 
@@ -69,3 +70,58 @@ def test_a_publication_that_never_ends_is_named_after_the_deadline():
     found.publish(7)
     with pytest.raises(TimeoutError, match=r"version 7 was not served .* vla3\.deadline_s = 0\.05"):
         found.wait()
+
+
+def eventually(condition):
+    deadline = time.monotonic() + 5
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_a_version_that_a_dying_worker_did_not_take_is_sent_again_once_it_is_back():
+    plane, _, served, found = publisher(background=False)
+    plane.gate.set()
+    plane.error = ConnectionError("receiver closed the connection")
+
+    def recovered(start):
+        plane.error = None
+        return True
+
+    found.recovered_since = recovered
+    found.publish(1)
+    assert plane.sent == served == [1]
+
+
+def test_a_publication_that_fails_although_no_worker_died_is_not_repeated():
+    plane, _, _, found = publisher(background=False)
+    plane.gate.set()
+    plane.error = RuntimeError("checksum")
+    with pytest.raises(RuntimeError, match="checksum"):
+        found.publish(1)
+
+
+def test_a_restarted_worker_gets_the_current_version_from_the_snapshot():
+    plane, learner, served, found = publisher(background=True)
+    plane.gate.set()
+    found.publish(4)
+    found.wait()
+    found.learner_moves()
+    found.republish()
+    assert eventually(lambda: served == [4, 4])
+    assert learner.snapshots == [4], "the copy is still there"
+
+
+def test_without_a_snapshot_nothing_is_sent_in_the_middle_of_a_step():
+    """The learner's weights are no version then; the next one comes at the end of the step."""
+    plane, _, served, found = publisher(background=False)
+    plane.gate.set()
+    found.publish(4)
+    found.republish()
+    assert eventually(lambda: served == [4, 4])
+    found.learner_moves()
+    found.republish()
+    time.sleep(0.2)
+    assert served == [4, 4]
+    found.publish(5)
+    assert served == [4, 4, 5]

@@ -4,7 +4,10 @@ sends a snapshot while gradients go on.
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -33,21 +36,41 @@ class ActorWorker(DetachActorWorker):
         self._snapshot: tuple[int, list[tuple[str, torch.Tensor]]] | None = None
         self._idle_since = 0.0
         self._expected = 0
+        self._turn = asyncio.Condition()
+        self._gradients: ThreadPoolExecutor | None = None
+
+    async def _compute(self, function: Callable[..., Any], *args: Any) -> Any:
+        """On the gradient lane's thread: this process answers meanwhile, fetches the next samples and publishes."""
+        if self._gradients is None:
+            threads = torch.get_num_threads()
+            device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+            def like_this_thread() -> None:  # both are a thread's own
+                torch.set_num_threads(threads)
+                if device is not None:
+                    torch.cuda.set_device(device)
+
+            self._gradients = ThreadPoolExecutor(1, GRADIENT, initializer=like_this_thread)
+        return await asyncio.get_running_loop().run_in_executor(self._gradients, function, *args)
 
     @register(dispatch_mode=_STREAMED, blocking=False)
-    def train_micro_batch(self, data: TensorDict) -> TensorDict:
+    async def train_micro_batch(self, data: TensorDict) -> TensorDict:
         """One streamed micro-batch. Extra information: ``sequence`` in its mini-batch and whether it is the ``last``;
         ``end_of_update``: the learning rate's schedule moves on after it; ``keep_logprobs``: store the log-probs it was
         computed with, for later epochs. Every rank gets a call for every micro-batch, so none waits for another in a
-        reduction.
-
-        Raises:
-            RuntimeError: it came out of order; the gradient would be divided, or taken, too early.
+        reduction. Samples are fetched while earlier micro-batches compute; they take their turn by ``sequence``.
         """
         sequence, last = tu.pop(data, key="sequence"), tu.pop(data, key="last")
-        if sequence not in (0, self._expected):
-            raise RuntimeError(f"micro-batch {sequence} came where {self._expected} was expected (rank {self.rank})")
-        self._expected, first = 0 if last else sequence + 1, sequence == 0
+        async with self._turn:
+            await self._turn.wait_for(lambda: sequence == self._expected)
+        try:
+            return await self._compute(self._micro_batch, data, sequence == 0, last)
+        finally:
+            async with self._turn:
+                self._expected = 0 if last else sequence + 1
+                self._turn.notify_all()
+
+    def _micro_batch(self, data: TensorDict, first: bool, last: bool) -> TensorDict:
         end_of_update, keep = tu.pop(data, key="end_of_update"), tu.pop(data, key="keep_logprobs")
         engine: Any = self.actor.engine
         if self._idle_since and not first:
@@ -62,19 +85,26 @@ class ActorWorker(DetachActorWorker):
         return tu.get_tensordict(tensor_dict=kept, non_tensor_dict={"metrics": metrics})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
-    def update_actor(self, data: TensorDict) -> TensorDict:
-        with self.timeline.span(GRADIENT, "update", samples=len(data)):
-            output = self.actor.train_mini_batch(data=data)
+    async def update_actor(self, data: TensorDict) -> TensorDict:
+        def update() -> TensorDict:
+            with self.timeline.span(GRADIENT, "update", samples=len(data)):
+                return self.actor.train_mini_batch(data=data)
+
+        output = await self._compute(update)
         return output.cpu() if output is not None else None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def snapshot(self, version: int) -> None:
-        """Copy the weights that the next ``update_weights`` sends, so that training may go on meanwhile."""
+        """Copy the weights that ``update_weights`` sends from now on, so that training may go on meanwhile.
+
+        The copy stays until the next one: a policy worker that is restarted needs the same version again.
+        """
         with self.timeline.span(GRADIENT, "snapshot", version=version):
             weights, _ = self.actor.engine.get_per_tensor_param()
+            sends = getattr(self.checkpoint_engine, "is_master", True)
             # every rank drains the generator: it runs the all-gathers
-            copies = [(name, tensor.detach().clone()) for name, tensor in weights]
-            self._snapshot = (version, copies)
+            copies = [(name, tensor.detach().clone() if sends else tensor[:0]) for name, tensor in weights]
+            self._snapshot = (version, copies if sends else [])
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> dict[str, Any]:
@@ -83,7 +113,6 @@ class ActorWorker(DetachActorWorker):
             if self._snapshot is None:
                 return await super().update_weights(global_steps=global_steps, mode=mode)
             version, weights = self._snapshot
-            self._snapshot = None
             if version != global_steps:
                 raise RuntimeError(f"version {global_steps} was to be sent, the snapshot is of version {version}")
             return await self.checkpoint_engine.send_weights(iter(weights), global_steps=version) or {}

@@ -76,6 +76,12 @@ def unpack(manifest: dict[str, Any], buffer: Tensor, expected_version: int | Non
     return tensors
 
 
+def _listen(address: str, port: int) -> int:
+    """A descriptor that listens on this address alone, for the store to own: by itself it takes every interface."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family).detach()
+
+
 @CheckpointEngineRegistry.register(BACKEND)
 class GlooCheckpointEngine(CheckpointEngine):
     """Actor rank 0 broadcasts to every rollout worker; the other actor ranks only take part in the all-gathers."""
@@ -110,7 +116,8 @@ class GlooCheckpointEngine(CheckpointEngine):
     def _connect(self) -> None:
         assert self.member is not None
         rank, world_size, meta = self.member
-        self.store = dist.TCPStore(meta["address"], meta["port"], world_size, rank == 0, timeout=_TIMEOUT)
+        listen: dict[str, Any] = {"master_listen_fd": _listen(meta["address"], meta["port"])} if rank == 0 else {}
+        self.store = dist.TCPStore(meta["address"], meta["port"], world_size, rank == 0, timeout=_TIMEOUT, **listen)
         self.group = dist.ProcessGroupGloo(self.store, rank, world_size, _TIMEOUT)
 
     def finalize(self) -> None:

@@ -1,5 +1,6 @@
 """Whether the run's roles fit the Ray cluster. A placement group that does not fit would wait for ever."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,3 +61,20 @@ def check_cluster(config: Any) -> None:
             "actor_rollout_ref.rollout.n_gpus_per_node, or start the cluster with more (on a machine without GPUs: "
             f"ray start --num-gpus={needed.gpus} --num-cpus={needed.cpus}, these are logical)"
         )
+
+
+def local_faults(config: Any) -> list[str]:
+    """What a cluster of this one machine could not hold, before it is started: real accelerators cannot be invented."""
+    if config.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_ADDRESS") or config.trainer.device != "cuda":
+        return []
+    import torch
+
+    needed, there = demand(config), torch.cuda.device_count()
+    if needed.gpus <= there:
+        return []
+    return [
+        f"trainer.n_gpus_per_node: the placement needs {needed.gpus} GPUs = {needed.learner_ranks} learner + "
+        f"{needed.replicas} policy workers, this machine has {there}; lower it or "
+        "actor_rollout_ref.rollout.n_gpus_per_node, join a cluster (ray_kwargs.ray_init.address), or set "
+        "vla3.profile=cpu"
+    ]

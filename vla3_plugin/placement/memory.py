@@ -215,6 +215,16 @@ def available_memory(root: Path | str = "/") -> AvailableMemory:
     return min(limits, key=lambda limit: limit.bytes)
 
 
+def available_device_memory() -> AvailableMemory | None:
+    """Free memory of all CUDA devices that this process sees, together; None where it sees none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    free = [torch.cuda.mem_get_info(device)[0] for device in range(torch.cuda.device_count())]
+    return AvailableMemory(sum(free), f"{len(free)} device(s)")
+
+
 def cgroup_headroom(root: Path) -> list[AvailableMemory]:
     """Limit minus use of this process's control group and of each group above it, both hierarchies (v1, v2).
 

@@ -3,6 +3,9 @@
 Any number of threads submit, one thread takes. The taker sleeps until a batch may fire and is woken by the event that
 lets it; nothing polls. Requests leave in the order in which they came, except that a batch holds one kind only, so a
 request of another kind may be passed over: by one batch at most.
+
+``BatchRule`` holds all decisions and knows neither threads nor clocks, so that the placement planner runs the very same
+code on a virtual clock; ``Batcher`` is that rule between threads.
 """
 
 import math
@@ -42,6 +45,10 @@ class Ticket:
     future: Future[Any] = field(default_factory=Future)
     overtaken: int = 0  # batches that left with a later arrival while this one waited; never more than one
     order: int = 0  # place in the line of all arrivals
+
+    def claim(self) -> bool:
+        """Whether the request is still wanted; from here on its sender can no longer cancel it."""
+        return self.future.set_running_or_notify_cancel()
 
 
 @dataclass
@@ -104,7 +111,118 @@ def _count(name: str, value: Any) -> int:
     return value
 
 
-class Batcher:
+class BatchRule:
+    """Which requests wait, when a batch of them may fire, and who is in it: decisions alone, no threads, no clock.
+
+    Not thread-safe. Times are seconds on whichever clock the caller keeps. A request is a ``Ticket`` or has its
+    ``kind``, ``arrival``, ``order``, ``overtaken`` and ``claim``.
+
+    Args, Raises: see ``Batcher``.
+    """
+
+    def __init__(self, max_batch_size: int, max_wait_ms: float, max_queue: int = 4096) -> None:
+        self.max_batch_size, self.max_queue = _count("max_batch_size", max_batch_size), _count("max_queue", max_queue)
+        if isinstance(max_wait_ms, bool) or not isinstance(max_wait_ms, int | float) or not 0 <= max_wait_ms < math.inf:
+            raise ValueError(f"{KEY}.max_wait_ms: {max_wait_ms!r}, expected a finite number of milliseconds, 0 or more")
+        if max_queue < max_batch_size:
+            raise ValueError(
+                f"{KEY}.max_queue: {max_queue}, expected at least max_batch_size ({max_batch_size}): no batch could "
+                f"ever be full; set max_queue to {max_batch_size} or more"
+            )
+        self.max_wait_ms = float(max_wait_ms)
+        self._lines: dict[Hashable, deque[Any]] = {}  # per kind, never empty; each in order of arrival
+        self._depth = self._arrivals = 0
+        self._start_stats()
+
+    @property
+    def depth(self) -> int:
+        """Requests that wait."""
+        return self._depth
+
+    def append(self, tickets: Sequence[Any], kind: Hashable, now: float) -> bool:
+        """Queue ``tickets``, all of ``kind``, as arrivals of ``now``.
+
+        Returns:
+            Whether a batch may now fire earlier than was known before: it is a taker's cue to look again.
+        """
+        was_empty = not self._depth
+        for order, ticket in enumerate(tickets, start=self._arrivals):
+            ticket.arrival, ticket.order = now, order
+        self._lines.setdefault(kind, deque()).extend(tickets)
+        self._arrivals += len(tickets)
+        self._depth += len(tickets)
+        self._stats.submitted += len(tickets)
+        self._stats.max_depth = max(self._stats.max_depth, self._depth)
+        # The taker already sleeps until the oldest request is due; only these two events can be earlier than that.
+        return was_empty or len(self._head_line()) >= self.max_batch_size
+
+    def due_in(self, now: float) -> float:
+        """Seconds until a batch may fire, 0 or less when it may now; infinite when nothing waits."""
+        if not self._depth:
+            return math.inf
+        line = self._head_line()
+        return 0.0 if len(line) >= self.max_batch_size else self.max_wait_ms / 1e3 - (now - line[0].arrival)
+
+    def fire(self, now: float) -> list[Any]:
+        """The batch that may fire at ``now``, empty when none may, or when all of it was cancelled."""
+        batch = self._collect(self.max_batch_size, now) if self.due_in(now) <= 0 else []
+        if batch:
+            self._sizes.append(len(batch))
+        return batch
+
+    def join(self, limit: int, now: float, kind: Hashable = None) -> list[Any]:
+        """See ``Batcher.take_now``."""
+        if limit < 1 or not self._depth or (kind is not None and self._head_line()[0].kind != kind):
+            return []
+        batch = self._collect(limit, now)
+        self._stats.joined += len(batch)
+        return batch
+
+    def drain_stats(self) -> BatcherStats:
+        """The statistics since the last call, and start anew."""
+        stats, sizes, waits = self._stats, self._sizes, self._waits
+        self._start_stats()
+        stats.batch_sizes, stats.waits_ms = list(sizes), list(waits)
+        return stats
+
+    def _start_stats(self) -> None:
+        self._stats = BatcherStats(max_depth=self._depth)
+        self._sizes: deque[int] = deque(maxlen=KEPT)
+        self._waits: deque[float] = deque(maxlen=KEPT)
+
+    def _head_line(self) -> deque[Any]:
+        """The line of the oldest request."""
+        return min(self._lines.values(), key=lambda line: line[0].order)
+
+    def _collect(self, limit: int, now: float) -> list[Any]:
+        line = self._head_line()
+        kind = line[0].kind
+        others = [other for other in self._lines.values() if other is not line]
+        # Who has been overtaken stands first in its line, since a batch passes over all that came before its last
+        # request. Nobody goes past such a request again.
+        barrier = min((other[0].order for other in others if other[0].overtaken), default=math.inf)
+        batch: list[Any] = []
+        while line and len(batch) < limit and line[0].order < barrier:
+            ticket = line.popleft()
+            self._depth -= 1
+            if ticket.claim():
+                batch.append(ticket)
+            else:
+                self._stats.cancelled += 1
+        if not line:
+            del self._lines[kind]
+        for other in others if batch else []:
+            for ticket in other:
+                if ticket.order > batch[-1].order:
+                    break
+                ticket.overtaken += 1
+                self._stats.overtaken += 1
+        self._stats.taken += len(batch)
+        self._waits.extend((now - ticket.arrival) * 1e3 for ticket in batch)
+        return batch
+
+
+class Batcher(BatchRule):
     """Collects requests into batches of one kind.
 
     Args:
@@ -126,29 +244,13 @@ class Batcher:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.max_batch_size, self.max_queue = _count("max_batch_size", max_batch_size), _count("max_queue", max_queue)
-        if isinstance(max_wait_ms, bool) or not isinstance(max_wait_ms, int | float) or not 0 <= max_wait_ms < math.inf:
-            raise ValueError(f"{KEY}.max_wait_ms: {max_wait_ms!r}, expected a finite number of milliseconds, 0 or more")
-        if max_queue < max_batch_size:
-            raise ValueError(
-                f"{KEY}.max_queue: {max_queue}, expected at least max_batch_size ({max_batch_size}): no batch could "
-                f"ever be full; set max_queue to {max_batch_size} or more"
-            )
-        self.max_wait_ms = float(max_wait_ms)
+        super().__init__(max_batch_size, max_wait_ms, max_queue)
         self._clock = clock
         self._lock = threading.Lock()
         self._taker = threading.Condition(self._lock)
         self._senders: deque[threading.Condition] = deque()  # held back, first come first
-        self._lines: dict[Hashable, deque[Ticket]] = {}  # per kind, never empty; each in order of arrival
-        self._depth = self._arrivals = 0
         self._interrupted = False
         self._error: BaseException | None = None
-        self._start_stats()
-
-    @property
-    def depth(self) -> int:
-        """Requests that wait."""
-        return self._depth
 
     def has_room(self, count: int) -> bool:
         """Whether ``submit`` of so many would not block now; only the submitting thread can rely on it."""
@@ -180,24 +282,11 @@ class Batcher:
         with self._lock:
             self._wait_for_room(len(tickets), timeout)
             error = self._error
-            if error is None and tickets:
-                self._append(tickets, kind)
+            if error is None and tickets and self.append(tickets, kind, self._clock()):
+                self._taker.notify()
         if error is not None:
             _fail(tickets, error)
         return tickets
-
-    def _append(self, tickets: list[Ticket], kind: Hashable) -> None:
-        was_empty, now = not self._depth, self._clock()
-        for order, ticket in enumerate(tickets, start=self._arrivals):
-            ticket.arrival, ticket.order = now, order
-        self._lines.setdefault(kind, deque()).extend(tickets)
-        self._arrivals += len(tickets)
-        self._depth += len(tickets)
-        self._stats.submitted += len(tickets)
-        self._stats.max_depth = max(self._stats.max_depth, self._depth)
-        # The taker already sleeps until the oldest request is due; only these two events can be earlier than that.
-        if was_empty or len(self._head_line()) >= self.max_batch_size:
-            self._taker.notify()
 
     def _wait_for_room(self, count: int, timeout: float | None) -> None:
         if self._error is not None or (not self._senders and self._depth + count <= self.max_queue):
@@ -237,11 +326,11 @@ class Batcher:
         with self._lock:
             while self._error is None and not self._interrupted:
                 now = self._clock()
-                remaining = self._due_in(now)
+                remaining = self.due_in(now)
                 if remaining <= 0:
-                    batch = self._collect(self.max_batch_size, now)
+                    batch = self.fire(now)
+                    self._let_in()
                     if batch:  # empty: all were cancelled
-                        self._sizes.append(len(batch))
                         return batch
                     continue
                 remaining = min(remaining, deadline - now)
@@ -258,10 +347,8 @@ class Batcher:
         ends before another kind has waited too long.
         """
         with self._lock:
-            if limit < 1 or not self._depth or (kind is not None and self._head_line()[0].kind != kind):
-                return []
-            batch = self._collect(limit, self._clock())
-            self._stats.joined += len(batch)
+            batch = self.join(limit, self._clock(), kind)
+            self._let_in()
             return batch
 
     def interrupt(self) -> None:
@@ -290,60 +377,11 @@ class Batcher:
     def drain_stats(self) -> BatcherStats:
         """The statistics since the last call, and start anew."""
         with self._lock:
-            stats, sizes, waits = self._stats, self._sizes, self._waits
-            self._start_stats()
-        stats.batch_sizes, stats.waits_ms = list(sizes), list(waits)
-        return stats
-
-    # ------------------------------------------------------------ under the lock
-
-    def _start_stats(self) -> None:
-        self._stats = BatcherStats(max_depth=self._depth)
-        self._sizes: deque[int] = deque(maxlen=KEPT)
-        self._waits: deque[float] = deque(maxlen=KEPT)
-
-    def _head_line(self) -> deque[Ticket]:
-        """The line of the oldest request."""
-        return min(self._lines.values(), key=lambda line: line[0].order)
-
-    def _due_in(self, now: float) -> float:
-        """Seconds until a batch may fire, 0 or less when it may now; infinite when nothing waits."""
-        if not self._depth:
-            return math.inf
-        line = self._head_line()
-        return 0.0 if len(line) >= self.max_batch_size else self.max_wait_ms / 1e3 - (now - line[0].arrival)
-
-    def _collect(self, limit: int, now: float) -> list[Ticket]:
-        line = self._head_line()
-        kind = line[0].kind
-        others = [other for other in self._lines.values() if other is not line]
-        # Who has been overtaken stands first in its line, since a batch passes over all that came before its last
-        # request. Nobody goes past such a request again.
-        barrier = min((other[0].order for other in others if other[0].overtaken), default=math.inf)
-        batch: list[Ticket] = []
-        while line and len(batch) < limit and line[0].order < barrier:
-            ticket = line.popleft()
-            self._depth -= 1
-            if ticket.future.set_running_or_notify_cancel():
-                batch.append(ticket)
-            else:
-                self._stats.cancelled += 1
-        if not line:
-            del self._lines[kind]
-        for other in others if batch else []:
-            for ticket in other:
-                if ticket.order > batch[-1].order:
-                    break
-                ticket.overtaken += 1
-                self._stats.overtaken += 1
-        self._stats.taken += len(batch)
-        self._waits.extend((now - ticket.arrival) * 1e3 for ticket in batch)
-        self._let_in()
-        return batch
+            return super().drain_stats()
 
 
 def _fail(tickets: Sequence[Ticket], error: BaseException) -> None:
     """Outside the lock: a future runs its callbacks here, and they may call the batcher."""
     for ticket in tickets:
-        if ticket.future.set_running_or_notify_cancel():
+        if ticket.claim():
             ticket.future.set_exception(error)

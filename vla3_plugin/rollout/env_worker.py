@@ -11,14 +11,18 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
-import ray
 
 from vla3_plugin.contract import EnvSpec, Trajectory
+from vla3_plugin.envs.base import ChunkEnv
+from vla3_plugin.policies.base import NoiseKey
 from vla3_plugin.rollout.episodes import Assignment, EpisodeQueue, Mode
-from vla3_plugin.rollout.interaction import Arrays, Finished, Interaction
+from vla3_plugin.rollout.interaction import Arrays, Finished, Interaction, Quarantined
+from vla3_plugin.rollout.policy_client import PolicyClient
+from vla3_plugin.rollout.supervision import Limits, SupervisedEnv
 from vla3_plugin.telemetry.timeline import Timeline
 
 
@@ -37,9 +41,10 @@ def summarise(trajectory: Trajectory) -> dict[str, Any]:
 
 
 class EnvWorker:
-    """``env``: name, shards_per_worker, envs_per_shard, python, timeout_s, options (see ``config.EnvConfig``).
+    """``env``: what ``config.EnvConfig`` holds. ``connect`` comes before the first ``assign``.
 
-    ``asynchronous``: whether shards run on their own; ``video``: where the run's videos go.
+    ``asynchronous``: whether shards run on their own. What happens here that the driver should know of (a simulator was
+    replaced, an episode given up) goes the way of the finished episodes, as an entry with the key ``event``.
     """
 
     def __init__(
@@ -47,7 +52,6 @@ class EnvWorker:
         rank: int,
         env: dict[str, Any],
         policy: dict[str, Any],
-        policy_worker: Any,
         seed: int,
         asynchronous: bool,
         run_dir: str,
@@ -56,35 +60,45 @@ class EnvWorker:
     ) -> None:
         import transfer_queue as tq
 
-        from vla3_plugin.envs.registry import make_env
         from vla3_plugin.policies.prepare import check_env, load_preparer
 
         tq.init()
-        self.policy_worker, self.run_dir, self.deadline_s = policy_worker, run_dir, deadline_s
+        self.run_dir = run_dir
+        self.done: queue.SimpleQueue[dict[str, Any] | BaseException] = queue.SimpleQueue()
+        self.policy = PolicyClient([], deadline_s)
         self.preparer = load_preparer(policy["path"], **policy["options"])
+        limits = Limits(env["max_attempts"], env["max_failures"], env["recycle_episodes"], env["recycle_mb"])
         self.envs = [
-            make_env(
-                env["name"],
-                env["options"],
-                num_slots=env["envs_per_shard"],
-                python=env["python"],
-                timeout_s=env["timeout_s"],
-                name=f"{env['name']}/{rank}.{i}",
-            )
+            SupervisedEnv(partial(_simulator, env, f"{env['name']}/{rank}.{i}"), limits, self._tell)
             for i in range(env["shards_per_worker"])
         ]
         check_env(self.preparer, self.envs[0].spec)
         self.timeline = Timeline(f"env{rank}")
         self.source = EpisodeQueue()
-        self.done: queue.SimpleQueue[dict[str, Any] | BaseException] = queue.SimpleQueue()
         count = len(self.envs) if asynchronous else env["pipeline_stage_num"]
         parts = [self.envs[i::count] for i in range(count)]
         self.loops = [
-            Interaction(part, self._prepare, self._act, seed, self.timeline, f"shard {i}", bootstrap_terminated)
+            Interaction(
+                part,
+                self._prepare,
+                self._act,
+                seed,
+                self.timeline,
+                f"shard {i}",
+                bootstrap_terminated,
+                limits.attempts,
+            )
             for i, part in enumerate(parts)
         ]
         for i, loop in enumerate(self.loops):
             threading.Thread(target=self._play, args=(loop,), name=f"shard {i}", daemon=True).start()
+
+    def connect(self, policy_workers: list[Any]) -> None:
+        """The policy workers to ask, its own first.
+
+        Not the constructor's: Ray restarts an actor only while the constructor's arguments last, and handles do not.
+        """
+        self.policy.workers = list(policy_workers)
 
     def spec(self) -> dict[str, Any]:
         return self.envs[0].spec.to_json()
@@ -92,14 +106,11 @@ class EnvWorker:
     def _prepare(self, observations: Sequence[Any]) -> Arrays:
         return {name: tensor.numpy() for name, tensor in self.preparer.prepare(observations).items()}
 
-    def _act(self, inputs: Arrays, keys: Sequence[Any], mode: Mode) -> Arrays:
-        try:
-            return ray.get(self.policy_worker.act.remote(inputs, list(keys), mode), timeout=self.deadline_s)
-        except ray.exceptions.GetTimeoutError:
-            raise TimeoutError(
-                f"policy worker {self.policy_worker} did not answer {len(keys)} requests within vla3.deadline_s = "
-                f"{self.deadline_s} s; first request (seed, episode, chunk): {tuple(keys[0])}"
-            ) from None
+    def _act(self, inputs: Arrays, keys: Sequence[NoiseKey], mode: Mode) -> Arrays:
+        return self.policy.act(inputs, keys, mode)
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        self.done.put({"event": event})
 
     def _play(self, loop: Interaction) -> None:
         try:
@@ -108,7 +119,9 @@ class EnvWorker:
         except BaseException as error:  # told to whoever waits for this worker
             self.done.put(error)
 
-    def _deliver(self, finished: Finished) -> dict[str, Any]:
+    def _deliver(self, finished: Finished | Quarantined) -> dict[str, Any]:
+        if isinstance(finished, Quarantined):
+            return {"keys": [], "episode": finished.assignment.episode.to_json(), "quarantined": finished.why}
         assignment, trajectory = finished
         if assignment.keep:
             from vla3_plugin.rollout.store import put_trajectory
@@ -142,6 +155,15 @@ class EnvWorker:
         self.source.close(drop=True)
         for loop in self.loops:
             loop.close()
+
+
+def _simulator(env: dict[str, Any], name: str) -> ChunkEnv:
+    from vla3_plugin.envs.registry import make_env
+
+    return make_env(
+        env["name"], env["options"], num_slots=env["envs_per_shard"], python=env["python"], timeout_s=env["timeout_s"],
+        name=name,
+    )  # fmt: skip
 
 
 def _write_video(run_dir: str, trajectory: Trajectory, spec: EnvSpec) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from vla3_plugin.contract import Episode
 
 Mode = Literal["train", "eval"]
+SUSPECT = 2
 
 
 @dataclass(frozen=True)
@@ -18,13 +19,19 @@ class Assignment:
     """One episode and what to do with it.
 
     ``mode``: ``train`` samples the stochastic policy, ``eval`` the noise-free one. ``keep``: its samples go into the
-    store. ``record``: its images are kept for a video.
+    store. ``record``: its images are kept for a video. ``failures``: simulators that failed while it was played; from
+    ``SUSPECT`` on it is played alone in its simulator, so that a further failure is its own.
     """
 
     episode: Episode
     mode: Mode = "train"
     keep: bool = True
     record: bool = False
+    failures: int = 0
+
+    @property
+    def suspect(self) -> bool:
+        return self.failures >= SUSPECT
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -42,7 +49,7 @@ class EpisodeQueue:
 
     def __init__(self, assignments: Iterable[Assignment] = (), closed: bool = False) -> None:
         self._waiting = deque(assignments)
-        self._closed = closed
+        self._closed, self._dropped = closed, False
         self._changed = threading.Condition()
 
     def put(self, assignments: Iterable[Assignment]) -> None:
@@ -53,17 +60,37 @@ class EpisodeQueue:
                 self._waiting.insert(ahead if assignment.mode == "eval" else len(self._waiting), assignment)
             self._changed.notify_all()
 
-    def take(self, wait: bool) -> Assignment | None:
-        """The next assignment; None when there is none now (``wait`` false) or will be none (closed)."""
+    def put_back(self, assignments: Iterable[Assignment]) -> None:
+        """First in line again, in the given order: somebody waits for them already."""
+        with self._changed:
+            if not self._dropped:
+                self._waiting.extendleft(reversed(list(assignments)))
+                self._changed.notify_all()
+
+    def take(self, wait: bool, alone: bool = True) -> Assignment | None:
+        """The next assignment; None when there is none now (``wait`` false) or will be none (closed).
+
+        ``alone``: whether a suspect would be alone in its simulator; otherwise suspects are passed over.
+        """
         with self._changed:
             if wait:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
-            return self._waiting.popleft() if self._waiting else None
+            for i, assignment in enumerate(self._waiting):
+                if alone or not assignment.suspect:
+                    del self._waiting[i]
+                    return assignment
+            return None
+
+    @property
+    def finished(self) -> bool:
+        """Closed and empty: nothing will come."""
+        with self._changed:
+            return self._closed and not self._waiting
 
     def close(self, drop: bool = False) -> None:
         """No further assignments; ``drop`` forgets the waiting ones too."""
         with self._changed:
-            self._closed = True
+            self._closed, self._dropped = True, drop
             if drop:
                 self._waiting.clear()
             self._changed.notify_all()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,10 +19,12 @@ from vla3_plugin.contract import ChunkResult, Observation, Trajectory
 from vla3_plugin.envs.base import ChunkEnv
 from vla3_plugin.policies.base import NoiseKey
 from vla3_plugin.rollout.episodes import Assignment, EpisodeQueue, Mode
+from vla3_plugin.rollout.supervision import EnvReplaced, SupervisedEnv
 from vla3_plugin.telemetry.timeline import Timeline
 
 Arrays = dict[str, np.ndarray]
 Slot = tuple[int, int]  # (environment process, slot in it)
+_NOT_BEGUN = Observation({}, np.zeros(0, np.float32), "")
 Prepare = Callable[[Sequence[Observation]], Arrays]
 # (inputs, noise keys, mode) -> actions [B, C, A], logprob [B, C, D], value [B, 1 or C], trace.*, version [B]
 Act = Callable[[Arrays, Sequence[NoiseKey], Mode], Arrays]
@@ -31,6 +33,13 @@ Act = Callable[[Arrays, Sequence[NoiseKey], Mode], Arrays]
 class Finished(NamedTuple):
     assignment: Assignment
     trajectory: Trajectory
+
+
+class Quarantined(NamedTuple):
+    """An episode that was given up: ``why`` is the failure of the last simulator that it took down."""
+
+    assignment: Assignment
+    why: str
 
 
 @dataclass
@@ -49,7 +58,8 @@ class Interaction:
     """Plays assigned episodes over ``envs``; one thread an environment process, so that they step at the same time.
 
     Training episodes that were truncated get the value of their final observation; ``bootstrap_terminated``: those that
-    ended by themselves too (``vla3.algorithm.bootstrap_type: always``).
+    ended by themselves too (``vla3.algorithm.bootstrap_type: always``). Episodes that were running in a simulator that
+    failed are played again from their start, at most ``attempts`` times.
     """
 
     def __init__(
@@ -61,7 +71,11 @@ class Interaction:
         timeline: Timeline | None = None,
         lane: str = "shard 0",
         bootstrap_terminated: bool = False,
+        attempts: int = 3,
     ) -> None:
+        self.attempts = attempts
+        self.quarantined: list[Quarantined] = []  # not reported yet
+        self.why: dict[int, str] = {}  # the last failure of each simulator
         self.envs, self.prepare, self.act, self.seed = envs, prepare, act, seed
         self.bootstrap_terminated = bootstrap_terminated
         self.timeline, self.lane = timeline or Timeline("env"), lane
@@ -69,14 +83,17 @@ class Interaction:
         self.slots = [(e, s) for e, s in self.slots if s < envs[e].num_slots]
         self.threads = ThreadPoolExecutor(max_workers=len(envs), thread_name_prefix="env") if len(envs) > 1 else None
 
-    def run(self, source: EpisodeQueue) -> Iterator[Finished]:
-        """Yield episodes as they finish, until ``source`` is closed and empty."""
+    def run(self, source: EpisodeQueue) -> Iterator[Finished | Quarantined]:
+        """Yield episodes as they finish or are given up, until ``source`` is closed and empty."""
         running: dict[Slot, _Running] = {}
         ended: list[tuple[_Running, Observation]] = []
         while True:
             self._start(source, running, wait=not (running or ended))
+            yield from self._given_up()
             if not running and not ended:
-                return
+                if source.finished:
+                    return
+                continue
             order = [slot for slot in self.slots if slot in running]
             rows = [running[slot] for slot in order]
             answers = self._ask(rows, ended)
@@ -85,7 +102,12 @@ class Interaction:
                 yield _finish(run)
             ended = []
             results = self._step(order, rows, answers)
+            for env in {env for env, _ in set(order) - set(results)}:
+                self._lost(env, running, source, culprits=None)
+            yield from self._given_up()
             for slot, run, answer in zip(order, rows, answers, strict=False):
+                if slot not in results:
+                    continue
                 result = results[slot]
                 run.chunks.append(_sample(answer, result))
                 run.observation, run.success = result.observation, run.success or result.success
@@ -102,29 +124,70 @@ class Interaction:
 
     def _start(self, source: EpisodeQueue, running: dict[Slot, _Running], wait: bool) -> None:
         starts: dict[int, list[tuple[int, Assignment]]] = {}
+        draining = self._recycle(running)
         for env, slot in self.slots:
-            if (env, slot) in running:
+            if (env, slot) in running or env in draining:
+                continue
+            there = [running[key].assignment for key in running if key[0] == env] + [a for _, a in starts.get(env, ())]
+            if any(a.suspect for a in there):
                 continue
             if wait and not starts:
                 with self.timeline.span(self.lane, "wait:data"):
                     assignment = source.take(wait=True)
             else:
-                assignment = source.take(wait=False)
+                assignment = source.take(wait=False, alone=not there)
             if assignment is None:
-                break
+                continue
             starts.setdefault(env, []).append((slot, assignment))
 
-        def reset(env: int) -> list[tuple[Slot, _Running]]:
-            return [((env, slot), _Running(a, self.envs[env].reset(slot, a.episode))) for slot, a in starts[env]]
+        def reset(env: int) -> tuple[int, dict[Slot, _Running], Assignment | None]:
+            begun: dict[Slot, _Running] = {}
+            for slot, assignment in starts[env]:
+                try:
+                    begun[env, slot] = _Running(assignment, self.envs[env].reset(slot, assignment.episode))
+                except EnvReplaced as error:
+                    self.why[env] = str(error)
+                    return env, begun, assignment
+            return env, begun, None
 
         if not starts:
             return
         with self.timeline.span(self.lane, "reset", episodes=sum(map(len, starts.values()))):
-            for started in self._map(reset, starts):
-                for key, run in started:
-                    running[key] = run
+            for env, begun, culprit in self._map(reset, starts):
+                if culprit is not None:
+                    for slot, assignment in starts[env]:  # those that had not begun go back as well
+                        running[env, slot] = begun.get((env, slot)) or _Running(assignment, _NOT_BEGUN)
+                    self._lost(env, running, source, {culprit.episode.episode_id})
+                    continue
+                running.update(begun)
+                for run in begun.values():
                     if run.assignment.record:
                         run.frames.append(next(iter(run.observation.images.values())))
+
+    def _recycle(self, running: dict[Slot, _Running]) -> set[int]:
+        """Replace the simulators that are due and have nothing running; the others that are due start nothing new."""
+        due = {e: env for e, env in enumerate(self.envs) if isinstance(env, SupervisedEnv) and env.due is not None}
+        busy = {env for env, _ in running}
+        idle = {e: env for e, env in due.items() if e not in busy}
+        list(self._map(lambda e: due[e].recycle(), idle))
+        return set(due) & busy
+
+    def _lost(self, env: int, running: dict[Slot, _Running], source: EpisodeQueue, culprits: set[int] | None) -> None:
+        """Everything that ran in ``env`` goes back to be played again, or is given up. None: any may be the culprit."""
+        again = []
+        for key in sorted(key for key in running if key[0] == env):
+            assignment = running.pop(key).assignment
+            if culprits is None or assignment.episode.episode_id in culprits:
+                assignment = replace(assignment, failures=assignment.failures + 1)
+            if assignment.failures >= self.attempts:
+                self.quarantined.append(Quarantined(assignment, self.why[env]))
+            else:
+                again.append(assignment)
+        source.put_back(again)
+
+    def _given_up(self) -> Iterator[Quarantined]:
+        while self.quarantined:
+            yield self.quarantined.pop(0)
 
     def _ask(self, rows: list[_Running], ended: list[tuple[_Running, Observation]]) -> list[Arrays]:
         """The policy's answer to every row, then to the final observation of every episode that ended (for its value).
@@ -153,7 +216,11 @@ class Interaction:
             mine = by_env[env]
             actions = np.stack([answers[i]["actions"] for i in mine])
             wanted = any(rows[i].assignment.record for i in mine)
-            results = self.envs[env].chunk_step([order[i][1] for i in mine], actions, record=wanted)
+            try:
+                results = self.envs[env].chunk_step([order[i][1] for i in mine], actions, record=wanted)
+            except EnvReplaced as error:
+                self.why[env] = str(error)
+                return []
             return [(order[i], r) for i, r in zip(mine, results, strict=True)]
 
         if not order:

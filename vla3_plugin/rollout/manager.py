@@ -1,7 +1,8 @@
 """The driver's side of the env workers: hands out assigned episodes, reports them as they finish, keeps the deadline.
 
 ``InteractionManager`` stands where verl's agent-loop manager stands (``rollout.agent.agent_loop_manager_class``).
-Observations and trajectories never pass through it; summaries do.
+Observations and trajectories never pass through it; summaries do. An env worker that dies or no longer answers is
+restarted in place (a Ray actor keeps its handle), and the episodes it had are played again.
 """
 
 from __future__ import annotations
@@ -11,17 +12,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import ray
 from omegaconf import OmegaConf
 
 from vla3_plugin.contract import EnvSpec, Episode
+from vla3_plugin.rollout import store
 from vla3_plugin.rollout.env_worker import EnvWorker
 from vla3_plugin.rollout.episodes import Assignment, Mode
+from vla3_plugin.rollout.stopping import Stopped
+from vla3_plugin.rollout.supervision import Event
 
 Summary = dict[str, Any]
 _POLL_S = 5.0  # how long a worker holds a call for finished episodes; it answers at once when there is one
+_PAUSE_S = 1.0  # between two looks at a worker that is being restarted
 
 
 class InteractionManager:
@@ -31,12 +37,26 @@ class InteractionManager:
     its share of a submission at once, and steps it in lock step.
     """
 
-    def __init__(self, workers: list[Any], slots: int, deadline_s: float, asynchronous: bool) -> None:
+    def __init__(
+        self,
+        workers: list[Any],
+        policy_workers: list[Any],
+        slots: int,
+        deadline_s: float,
+        asynchronous: bool,
+        heartbeat_s: float,
+    ) -> None:
         self.workers, self.slots, self.deadline_s, self.asynchronous = workers, slots, deadline_s, asynchronous
+        self.policy_workers = list(policy_workers)
+        self.heartbeat_s = heartbeat_s
         self.env_spec = EnvSpec.from_json(self._get([workers[0].spec.remote()], "start their simulators")[0])
+        self._get([self._connect(rank) for rank in range(len(workers))], "connect to the policy workers")
         self._backlog: deque[Assignment] = deque()
         self._out: list[dict[int, Assignment]] = [{} for _ in workers]  # by episode id, per worker
-        self._listening = [False] * len(workers)
+        self._listening: list[float | None] = [None] * len(workers)  # since when each holds a call
+        self._reviving: dict[int, float] = {}  # worker -> since when it is being restarted
+        self.stop: Callable[[], bool] = lambda: False
+        self.on_event: Callable[[Event], None] = lambda event: None
         self._done: dict[int, Callable[[Summary], None]] = {}
         self._events: queue.SimpleQueue = queue.SimpleQueue()
         self._lock, self._closed = threading.Lock(), False
@@ -54,23 +74,27 @@ class InteractionManager:
         model = config.actor_rollout_ref.model
         policy = {"path": model.path, "options": OmegaConf.to_container(model.options, resolve=True)}
         ray.get([server.configure.remote(stage) for server in llm_client])
-        remote: Any = ray.remote(num_cpus=0, max_concurrency=4)(EnvWorker)
+        restarts = vla3["max_worker_restarts"]
+        remote: Any = ray.remote(num_cpus=0, max_concurrency=4, max_restarts=restarts)(EnvWorker)
         workers = [
             remote.remote(
                 rank,
                 env,
                 policy,
-                server,
                 vla3["seed"],
                 stage["enabled"],
                 vla3["run_dir"],
                 vla3["deadline_s"],
                 vla3["algorithm"]["bootstrap_type"] == "always",
             )  # fmt: skip
-            for rank, server in ((r, llm_client[r % len(llm_client)]) for r in range(env["workers"]))
+            for rank in range(env["workers"])
         ]
         slots = env["shards_per_worker"] * env["envs_per_shard"]
-        return cls(workers, slots, env["deadline_s"], stage["enabled"])
+        return cls(workers, llm_client, slots, env["deadline_s"], stage["enabled"], vla3["heartbeat_s"])
+
+    def _connect(self, worker: int) -> Any:
+        first = worker % len(self.policy_workers)
+        return self.workers[worker].connect.remote(self.policy_workers[first:] + self.policy_workers[:first])
 
     def _get(self, refs: list[Any], what: str) -> list[Any]:
         ready, pending = ray.wait(refs, num_returns=len(refs), timeout=self.deadline_s)
@@ -104,26 +128,44 @@ class InteractionManager:
     def collect(
         self, episodes: Sequence[Episode], mode: Mode, keep: bool, film: frozenset[int] = frozenset()
     ) -> dict[str, Any]:
-        """All trajectories of ``episodes``, in the plan's order, with the time they took."""
+        """All trajectories of ``episodes``, in the plan's order, with the time they took.
+
+        Episodes that were given up are not among them; ``quarantined`` counts those.
+        """
         start, answers = time.perf_counter(), queue.SimpleQueue()  # type: ignore[var-annotated]
         self.on_failure(answers.put)
         try:
             self.submit([Assignment(e, mode, keep, e.episode_id in film) for e in episodes], answers.put)
             found: list[Summary] = []
             while len(found) < len(episodes):
-                answer = answers.get()
+                if self.stop():
+                    raise Stopped
+                try:
+                    answer = answers.get(timeout=1.0)
+                except queue.Empty:
+                    continue
                 if isinstance(answer, BaseException):
                     raise answer
                 found.append(answer)
         finally:
             with self._lock:
                 self._failed = [f for f in self._failed if f != answers.put]
-        found.sort(key=lambda t: t["episode"]["episode_id"])
-        return {"trajectories": found, "seconds": time.perf_counter() - start}
+        played = [summary for summary in found if "quarantined" not in summary]
+        played.sort(key=lambda t: t["episode"]["episode_id"])
+        return {
+            "trajectories": played,
+            "quarantined": len(found) - len(played),
+            "seconds": time.perf_counter() - start,
+        }
 
     def drain_timeline(self) -> list[Any]:
-        spans = ray.get([w.drain_timeline.remote() for w in self.workers], timeout=self.deadline_s)
-        return [span for part in spans for span in part]
+        spans = []
+        for call in [w.drain_timeline.remote() for w in self.workers]:
+            try:
+                spans += ray.get(call, timeout=self.deadline_s)
+            except ray.exceptions.RayActorError:
+                continue  # it took its spans with it; whether it comes back is the dispatcher's business
+        return spans
 
     def close(self) -> None:
         if self._closed:
@@ -131,7 +173,11 @@ class InteractionManager:
         self._closed = True
         self._events.put(("close", None))
         self._thread.join(timeout=30)
-        ray.get([w.close.remote() for w in self.workers], timeout=30)
+        for call in [w.close.remote() for w in self.workers]:
+            try:
+                ray.get(call, timeout=30)
+            except ray.exceptions.RayActorError:
+                continue  # gone, and its simulators with it
 
     # ---- the dispatching thread ----
 
@@ -144,15 +190,18 @@ class InteractionManager:
                     what, item = "tick", None
                 if what == "close":
                     return
-                if what == "failed":
-                    raise item
-                if what == "submit":
+                if what == "lost":
+                    self._lost(*item)
+                elif what == "revived":
+                    self._revived(*item)
+                elif what == "submit":
                     if not any(self._out):
                         self._last = time.monotonic()
                     self._accept(item)
                 elif what == "finished":
                     self._report(*item)
                 self._hand_out()
+                self._check_heartbeats()
                 self._check_deadline()
         except BaseException as error:
             with self._lock:
@@ -174,8 +223,8 @@ class InteractionManager:
         """To the worker with most room; a few more than it has slots, so that none waits for the driver."""
         room = self.slots + max(1, self.slots // 4)
         while self._backlog:
-            worker = min(range(len(self.workers)), key=lambda w: len(self._out[w]))
-            if len(self._out[worker]) >= room:
+            worker = min(range(len(self.workers)), key=lambda w: (w in self._reviving, len(self._out[w])))
+            if len(self._out[worker]) >= room or worker in self._reviving:
                 return
             self._assign(worker, [self._backlog.popleft()])
 
@@ -183,30 +232,85 @@ class InteractionManager:
         if not assignments:
             return
         self._out[worker].update({a.episode.episode_id: a for a in assignments})
+        if worker in self._reviving:
+            return  # it gets everything it should have once it is back
         sent = self.workers[worker].assign.remote([a.to_json() for a in assignments]).future()
-        sent.add_done_callback(self._assigned)
+        sent.add_done_callback(partial(self._assigned, worker))
         self._listen(worker)
 
-    def _assigned(self, future: Any) -> None:
+    def _assigned(self, worker: int, future: Any) -> None:
         if future.exception() is not None:
-            self._events.put(("failed", future.exception()))
+            self._events.put(("lost", (worker, future.exception())))
 
     def _listen(self, worker: int) -> None:
-        if not self._listening[worker] and self._out[worker]:
-            self._listening[worker] = True
+        if self._listening[worker] is None and self._out[worker] and worker not in self._reviving:
+            self._listening[worker] = time.monotonic()
             future = self.workers[worker].finished.remote(_POLL_S).future()
             future.add_done_callback(lambda f: self._events.put(("finished", (worker, f))))
 
     def _report(self, worker: int, future: Any) -> None:
-        self._listening[worker] = False
+        self._listening[worker] = None
+        if future.exception() is not None:
+            self._lost(worker, future.exception())
+            return
         for summary in future.result():
-            self._last = time.monotonic()
+            if "event" in summary:
+                self.on_event(summary["event"])
+                continue
             index = summary["episode"]["episode_id"]
-            del self._out[worker][index]
+            if self._out[worker].pop(index, None) is None:
+                continue  # told already, before the worker was restarted
+            self._last = time.monotonic()
+            if "quarantined" in summary:
+                why = summary["quarantined"]
+                self.on_event({"kind": "episode_quarantined", "where": f"env{worker}", "why": why, "episodes": [index]})
             with self._lock:
                 done = self._done.pop(index)
             done(summary)
         self._listen(worker)
+
+    # ---- a worker that dies ----
+
+    def _lost(self, worker: int, error: BaseException) -> None:
+        """A call of ``worker`` failed: its process is gone (Ray restarts it), or what it reports ends the run."""
+        if not isinstance(error, ray.exceptions.RayActorError):
+            raise error
+        if worker in self._reviving:
+            return
+        self._reviving[worker] = time.monotonic()
+        self.on_event({"kind": "env_worker_lost", "where": f"env{worker}", "why": str(error).strip(),
+                       "episodes": sorted(self._out[worker])})  # fmt: skip
+        self._revive(worker)
+
+    def _revive(self, worker: int) -> None:
+        call = self._connect(worker).future()
+        call.add_done_callback(lambda f: self._events.put(("revived", (worker, f))))
+
+    def _revived(self, worker: int, future: Any) -> None:
+        error = future.exception()
+        if error is not None:
+            gone = isinstance(error, ray.exceptions.ActorDiedError) or not isinstance(
+                error, ray.exceptions.RayActorError
+            )
+            if gone or time.monotonic() - self._reviving[worker] > self.deadline_s:
+                raise error
+            threading.Timer(_PAUSE_S, self._revive, [worker]).start()
+            return
+        lost = list(self._out[worker].values())
+        # it may have stored a trajectory and died before it could say so
+        store.clear_episodes([a.episode.episode_id for a in lost if a.keep])
+        del self._reviving[worker]
+        self._last = time.monotonic()
+        self.on_event({"kind": "env_worker_restarted", "where": f"env{worker}", "why": "", "episodes": []})
+        self._assign(worker, lost)
+
+    def _check_heartbeats(self) -> None:
+        """A worker answers a call for finished episodes within a few seconds, episodes or none; one that does not is
+        hung, whatever it hangs in."""
+        for worker, since in enumerate(self._listening):
+            if since is not None and time.monotonic() - since > _POLL_S + self.heartbeat_s:
+                self._listening[worker] = time.monotonic()
+                ray.kill(self.workers[worker], no_restart=False)
 
     def _check_deadline(self) -> None:
         if any(self._out) and time.monotonic() - self._last > self.deadline_s:

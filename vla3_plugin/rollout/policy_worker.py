@@ -23,6 +23,7 @@ from vla3_plugin.policies.base import NoiseKey
 from vla3_plugin.policies.serve import ServedPolicy
 from vla3_plugin.rollout.batcher import BatcherStats
 from vla3_plugin.rollout.inference_lane import BatchedLane, DirectLane
+from vla3_plugin.rollout.policy_client import NotServingError
 from vla3_plugin.telemetry.timeline import Timeline
 
 NAME = "vla3"
@@ -88,7 +89,13 @@ class PolicyWorker(CheckpointEngineWorker):
         self.server = server
 
     async def act(self, inputs: dict[str, np.ndarray], noise_keys: Sequence[NoiseKey], mode: str):
-        """See ``interaction.Act``."""
+        """See ``interaction.Act``.
+
+        Raises:
+            NotServingError: nothing was published to this process yet; it was restarted.
+        """
+        if self.server.served.version < 0:
+            raise NotServingError(f"policy worker {self.server.replica_rank} was restarted and waits for its weights")
         return await self.server.lane.act(inputs, noise_keys, mode)
 
     async def configure(self, stage: dict[str, Any]) -> None:
@@ -113,7 +120,7 @@ class PolicyReplica(RolloutReplica):
 
     def get_ray_class_with_init_args(self) -> RayClassWithInitArgs:
         return RayClassWithInitArgs(
-            cls=ray.remote(PolicyWorker),
+            cls=ray.remote(max_restarts=-1)(PolicyWorker),  # the supervisor counts
             rollout_config=self.config,
             model_config=self.model_config,
             replica_rank=self.replica_rank,

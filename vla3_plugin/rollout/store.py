@@ -48,6 +48,14 @@ def clear(keys: Sequence[str]) -> None:
         tq.kv_clear(keys=list(keys), partition_id=PARTITION)
 
 
+def clear_episodes(episodes: Sequence[int]) -> None:
+    """Forget every sample of these episodes, however many there are."""
+    gone = {str(index) for index in episodes}
+    if gone:
+        known = tq.kv_list(partition_id=PARTITION).get(PARTITION, {})
+        clear([key for key in known if key.partition("_")[0] in gone])
+
+
 def put_fields(keys: Sequence[str], fields: dict[str, Tensor]) -> None:
     tq.kv_batch_put(keys=list(keys), partition_id=PARTITION, fields=TensorDict(dict(fields), batch_size=len(keys)))
 

@@ -16,11 +16,14 @@ from typing import Any
 
 @dataclass
 class Group:
-    """``trajectories``: summaries (see ``env_worker.summarise``) of its finished episodes."""
+    """``trajectories``: summaries (see ``env_worker.summarise``) of its finished episodes. ``quarantined``: how many of
+    its episodes were given up.
+    """
 
     index: int
     admitted_under: int
     trajectories: list[dict[str, Any]] = field(default_factory=list)
+    quarantined: int = 0
 
     @property
     def version(self) -> int:
@@ -48,7 +51,8 @@ class Admission:
         self.ready: dict[int, Group] = {}
         self.now = 0  # the version that the current step trains at
         self.taken: list[int] = []  # groups of the current step
-        self.dropped: dict[str, int] = {}  # reason -> groups
+        self.dropped: dict[str, int] = {}  # reason -> how many
+        self.dropped_groups: list[int] = []  # which, since somebody asked
         self.admitted = 0
 
     def begin_step(self, now: int) -> None:
@@ -80,14 +84,30 @@ class Admission:
             chosen.append(index)
         return chosen
 
-    def finished(self, trajectory: dict[str, Any]) -> None:
-        """One episode has ended; its group is ready when all have."""
+    def finished(self, trajectory: dict[str, Any]) -> list[Group]:
+        """One episode has ended; its group is ready when all have.
+
+        Returns the groups to drop: a group that lost an episode to quarantine is none, and another one takes its place.
+        """
         index = trajectory["episode"]["group_id"]
         group = self.started[index]
-        group.trajectories.append(trajectory)
-        if len(group.trajectories) == self.group_size:
-            del self.started[index]
-            self.ready[index] = group
+        if "quarantined" in trajectory:
+            group.quarantined += 1
+        else:
+            group.trajectories.append(trajectory)
+        if len(group.trajectories) + group.quarantined < self.group_size:
+            return []
+        del self.started[index]
+        if group.quarantined:
+            self._dropped("quarantined", [group])
+            return [group]
+        self.ready[index] = group
+        return []
+
+    def _dropped(self, why: str, groups: list[Group]) -> None:
+        self.dropped[why] = self.dropped.get(why, 0) + len(groups)
+        self.dropped_groups += [group.index for group in groups]
+        self.admitted -= len(groups)
 
     def _deadline(self, group: Group) -> int:
         """The last version at which the group may be trained on."""
@@ -114,9 +134,8 @@ class Admission:
         stale = [g for g in self.ready.values() if self.now - g.version > self.max_staleness]
         for group in stale:
             del self.ready[group.index]
-            self.admitted -= 1
         if stale:
-            self.dropped["stale"] = self.dropped.get("stale", 0) + len(stale)
+            self._dropped("stale", stale)
         candidates = sorted(self.ready.values(), key=lambda g: (self._deadline(g), g.index))
         if self.max_staleness == 0:
             members = set(sorted([*self.taken, *self.started, *self.ready])[:limit])
@@ -128,6 +147,12 @@ class Admission:
                 self.taken.append(group.index)
                 chosen.append(group)
         return chosen, stale
+
+    def give_back(self) -> None:
+        """The step's groups will not be trained on now: they are played again, first of all."""
+        self.replay = sorted([*self.taken, *self.replay])
+        self.admitted -= len(self.taken)
+        self.taken = []
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: trained groups are behind, admitted ones will be played again."""

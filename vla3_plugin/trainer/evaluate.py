@@ -33,7 +33,10 @@ def play(
     result = interaction.collect(episodes, mode, keep=False, film=frozenset(film))
     spec = interaction.env_spec
     name = {"eval": "ode", "train": "sde"}[mode]
-    return Evaluation(step, spec.name, name, table_of(spec, result["trajectories"]), started, time.time())
+    evaluation = Evaluation(step, spec.name, name, table_of(spec, result["trajectories"]), started, time.time())
+    if result["quarantined"]:
+        evaluation.extra["quarantined"] = result["quarantined"]
+    return evaluation
 
 
 def run(trainer: Any) -> list[Evaluation]:

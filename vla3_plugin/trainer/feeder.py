@@ -14,7 +14,9 @@ from typing import Any
 from vla3_plugin.rollout.episodes import Assignment
 from vla3_plugin.rollout.manager import InteractionManager
 from vla3_plugin.rollout.plan import EpisodePlan
+from vla3_plugin.rollout.stopping import Stopped
 from vla3_plugin.telemetry.timeline import Timeline
+from vla3_plugin.trainer import checkpoint_groups
 from vla3_plugin.trainer.admission import Admission, Group
 
 
@@ -32,13 +34,17 @@ class Feeder:
         timeline: Timeline,
         drop: Callable[[list[Group]], None],
         deadline_s: float,
+        stop: Callable[[], bool] = lambda: False,
     ) -> None:
+        self.stop = stop
         self.interaction, self.plan, self.admission, self.ahead = interaction, plan, admission, ahead
         self.timeline, self.drop, self.deadline_s = timeline, drop, deadline_s
         self._changed = threading.Condition(threading.RLock())
         self._open, self._published = False, -1
         self._error: BaseException | None = None
         interaction.on_failure(self.fail)
+        # what a resumed run had begun; there is nothing otherwise
+        interaction.submit([Assignment(e) for e in checkpoint_groups.unfinished(admission, plan)], self._finished)
 
     def begin_step(self, now: int) -> None:
         """The step that trains at version ``now`` starts taking groups."""
@@ -63,7 +69,10 @@ class Feeder:
 
     def _finished(self, summary: dict[str, Any]) -> None:
         with self._changed:
-            self.admission.finished(summary)
+            dropped = self.admission.finished(summary)
+            if dropped:
+                self.drop(dropped)
+                self._admit()
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
@@ -76,6 +85,7 @@ class Feeder:
         """Finished groups, at least one, until this step holds ``limit``; waits for the first.
 
         Raises:
+            Stopped: the run was asked to stop.
             TimeoutError: nothing is being played and no version came that would let anything start.
             Exception: that of the interaction or of a publication, when no further group can finish.
         """
@@ -83,6 +93,8 @@ class Feeder:
         idle_since = time.monotonic()
         with self._changed:
             while True:
+                if self.stop():
+                    raise Stopped
                 chosen, stale = self.admission.take(limit)
                 if stale:
                     self.drop(stale)
@@ -105,6 +117,17 @@ class Feeder:
         self.timeline.add("step", "wait:data", start, time.time())
         return chosen
 
+    def account(self) -> tuple[list[int], list[int]]:
+        """(groups of this step, groups dropped since the last call)."""
+        with self._changed:
+            dropped, self.admission.dropped_groups = self.admission.dropped_groups, []
+            return list(self.admission.taken), dropped
+
+    def give_back(self) -> None:
+        """See ``Admission.give_back``: the step is given up."""
+        with self._changed:
+            self.admission.give_back()
+
     def state(self) -> dict[str, Any]:
         with self._changed:
-            return self.admission.state()
+            return checkpoint_groups.state_of(self.admission)

@@ -42,6 +42,7 @@ class MicroBatches:
 
     def finish(self) -> None:
         """Send the rest, and wait for the optimizer step."""
+        self.trainer.publisher.learner_moves()
         if self._pending:
             self._send(self._pending, last=True)
         while self._refs:

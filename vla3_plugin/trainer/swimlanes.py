@@ -30,12 +30,16 @@ class Swimlanes:
     def drain(self) -> dict[str, float]:
         """Shares of every lane since the last call, and the batchers' figures; the spans go into the trace."""
         trainer, end = self.trainer, time.time()
-        answers = ray.get([s.drain_timeline.remote() for s in trainer.get_llm_client()], timeout=_DEADLINE_S)
         spans: list[Span] = trainer.timeline.drain() + trainer.interaction.drain_timeline()
         metrics: dict[str, float] = {}
-        for part, _ in answers:
+        batchers = []
+        for call in [s.drain_timeline.remote() for s in trainer.get_llm_client()]:
+            try:
+                part, stats = ray.get(call, timeout=_DEADLINE_S)
+            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+                continue  # it is being restarted, or will be: the supervisor's business
             spans += part
-        batchers = [stats for _, stats in answers if stats is not None]
+            batchers += [] if stats is None else [stats]
         if batchers:
             merged = BatcherStats.merged(batchers)
             metrics = merged.metrics("rollout/batcher") | merged.histograms("rollout/batcher")

@@ -6,7 +6,6 @@ workers' loops), streaming (``train_arriving`` in place of collect and update), 
 staleness bound, and weights are published in the background).
 """
 
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,13 @@ from vla3_plugin.learner.objective import Objective
 from vla3_plugin.placement.fit import check_cluster
 from vla3_plugin.rollout import store
 from vla3_plugin.rollout.plan import EpisodePlan, split_init_states
+from vla3_plugin.rollout.stopping import Stopped, StopRequest
+from vla3_plugin.telemetry.faults import FaultLog
+from vla3_plugin.telemetry.ledger import Ledger
 from vla3_plugin.telemetry.metrics import ENV_STEPS
 from vla3_plugin.telemetry.timeline import Timeline
 from vla3_plugin.telemetry.utilisation import staleness_metrics
-from vla3_plugin.trainer import checkpoint, evaluate, streaming
+from vla3_plugin.trainer import checkpoint, checkpoint_groups, checkpoint_state, evaluate, streaming
 from vla3_plugin.trainer.admission import Admission, Group
 from vla3_plugin.trainer.batch import (
     AdvantageScale,
@@ -47,6 +49,7 @@ from vla3_plugin.trainer.feeder import Feeder
 from vla3_plugin.trainer.parity import check_parity
 from vla3_plugin.trainer.publisher import Publisher
 from vla3_plugin.trainer.record import RunRecord
+from vla3_plugin.trainer.supervisor import Supervisor
 from vla3_plugin.trainer.swimlanes import Swimlanes
 
 
@@ -60,8 +63,12 @@ class VLA3Trainer(PPOTrainer):
         self.vla3: VLA3Config = parse(config.vla3)
         self.run_dir = Path(self.vla3.run_dir)
         self.timeline = Timeline("driver")
-        self.admission_state: dict[str, Any] = {}
+        self.admission_state: dict[str, Any] = {}  # of the checkpoint that is resumed; see checkpoint_groups
+        self.architecture: dict[str, list[int]] = {}  # of the policy; set when a checkpoint is looked for
         self.scale = AdvantageScale(self.vla3.algorithm.advantage_statistics)
+        self.stop = StopRequest(self.run_dir)
+        self.ledger = Ledger(self.run_dir)
+        self.trained_steps = 0  # whole ones, published
         self.feeder: Feeder = None  # type: ignore[assignment]  # there is none before fit
         super().__init__(config)
         self.record = RunRecord(self.run_dir)
@@ -103,6 +110,7 @@ class VLA3Trainer(PPOTrainer):
             self._published,
             self._publication_failed,
             self.vla3.stages.training.enabled,
+            self.vla3.stages.streaming.enabled,
             self.timeline,
             self.vla3.deadline_s,
         )
@@ -134,12 +142,19 @@ class VLA3Trainer(PPOTrainer):
         self.swimlanes = Swimlanes(self)
         resolved: Any = OmegaConf.to_container(self.config, resolve=True)
         self.record.start(resolved)
+        self.faults = FaultLog(self.run_dir)
+        agent_loop_manager.on_event, agent_loop_manager.stop = self.faults, self.stop
+        self.trained_steps = self.global_steps
+        supervisor = self._supervisor()
         completed = False
         try:
             super().fit(agent_loop_manager)
             self.publisher.wait()
             completed = True
+        except Stopped:
+            self._stop()
         finally:
+            supervisor.close()
             self.swimlanes.close()
             print(self.record.finish(completed), flush=True)
             agent_loop_manager.close()
@@ -151,15 +166,31 @@ class VLA3Trainer(PPOTrainer):
             groups_per_step=self.groups_per_step,
             max_staleness=stage.max_staleness if stage.enabled else 0,
             total=(self.total_training_steps - self.global_steps) * self.groups_per_step,
-            **self.admission_state,
+            next_group=self.admission_state.get("next_group", 0),
+            replay=self.admission_state.get("replay"),
         )
+        checkpoint_groups.restore(admission, self.admission_state)
         plan = EpisodePlan(self.vla3.seed, self.tasks, train_states, size)
         feeder = Feeder(
-            self.interaction, plan, admission, stage.enabled, self.timeline, self._drop, self.vla3.deadline_s
-        )
+            self.interaction, plan, admission, stage.enabled, self.timeline, self._drop, self.vla3.deadline_s,
+            lambda: self.stop() and not self.publisher.moved,
+        )  # fmt: skip
         admission.begin_step(self.global_steps)
         feeder.published(self.global_steps)
         return feeder
+
+    def _supervisor(self) -> Supervisor:
+        stage: Any = OmegaConf.to_container(self.config.vla3.stages.interaction, resolve=True)
+        return Supervisor(
+            self.get_llm_client(),
+            self.publisher,
+            stage,
+            heartbeat_s=self.vla3.heartbeat_s,
+            deadline_s=self.vla3.deadline_s,
+            max_restarts=self.vla3.max_worker_restarts,
+            on_event=self.faults,
+            failed=self.feeder.fail,
+        )
 
     def _published(self, version: int) -> None:
         if self.feeder is not None:
@@ -172,6 +203,16 @@ class VLA3Trainer(PPOTrainer):
     def _drop(self, groups: list[Group]) -> None:
         store.clear([key for group in groups for t in group.trajectories for key in t["keys"]])
 
+    def _stop(self) -> None:
+        """Save the last step that was trained, unless that was done: the learner has not moved since."""
+        self.publisher.wait()
+        self.global_steps = self.trained_steps
+        self.feeder.give_back()
+        root = Path(self.config.trainer.default_local_dir)
+        if self.global_steps > 0 and self.global_steps not in checkpoint.steps(root):
+            self._save_checkpoint()
+        print(f"vla3: stopped as asked after step {self.global_steps}; trainer.resume_mode=auto goes on", flush=True)
+
     def prepare_step(self) -> dict:
         return {}
 
@@ -180,6 +221,7 @@ class VLA3Trainer(PPOTrainer):
 
     def on_step_end(self) -> None:
         self._pending_sync_metrics = self.publisher.publish(self.global_steps)
+        self.trained_steps = self.global_steps
 
     def on_validate_begin(self) -> None:
         self.publisher.wait()
@@ -193,6 +235,8 @@ class VLA3Trainer(PPOTrainer):
             super()._stop_profiling()
 
     def _step_once(self, metrics: dict, timing_raw: dict, sample_batch_size: int) -> Any:
+        if self.stop():
+            raise Stopped
         start = time.perf_counter()
         self.feeder.begin_step(self.version)
         if self.vla3.stages.streaming.enabled and not self._waits_for_whole_batch:
@@ -218,6 +262,8 @@ class VLA3Trainer(PPOTrainer):
         metrics.update(batch.metrics(timing_raw.get("collect", time.perf_counter() - start)))
         metrics.update(staleness_metrics([self.version - v for v in batch.versions], self._max_staleness))
         metrics.update({f"rollout/dropped_{why}": float(n) for why, n in self.feeder.admission.dropped.items()})
+        metrics.update(self.faults.metrics())
+        self.ledger.write(self.global_steps, *self.feeder.account())
         metrics[ENV_STEPS] = self.env_steps
         return store.batch_of(batch.all_keys + batch.leftovers)
 
@@ -250,6 +296,7 @@ class VLA3Trainer(PPOTrainer):
             return self.compute_advantages(batch)
 
     def train_whole_batch(self, batch: Batch, metrics: dict) -> None:
+        self.publisher.learner_moves()
         algorithm, stage = self.vla3.algorithm, self.vla3.stages.training
         stale = min(batch.versions) < self.version
         if algorithm.mini_batches == "episodes" and algorithm.num_mini_batches > 1:
@@ -328,34 +375,7 @@ class VLA3Trainer(PPOTrainer):
         """Token dumps do not exist here; videos are written by evaluation."""
 
     def _save_checkpoint(self) -> None:
-        state = {
-            "global_steps": self.global_steps,
-            "env_steps": self.env_steps,
-            "group_size": self.vla3.algorithm.group_size,
-            "admission": self.feeder.state() if self.feeder is not None else {},
-            "advantage_moments": self.scale.previous,
-        }
-        checkpoint.save(
-            Path(self.config.trainer.default_local_dir),
-            self.global_steps,
-            lambda directory: self.actor_rollout_wg.save_checkpoint(os.fspath(directory / "actor")),
-            state,
-            keep=self.vla3.keep_checkpoints,
-        )
+        checkpoint_state.save(self)
 
     def _load_checkpoint(self) -> None:
-        self.global_steps = 0
-        found = checkpoint.find(self.config.trainer)
-        if found is None:
-            return
-        state = checkpoint.read_state(found)
-        self.actor_rollout_wg.load_checkpoint(os.fspath(found / "actor"))
-        self.global_steps, self.env_steps = state["global_steps"], state["env_steps"]
-        if state["group_size"] != self.vla3.algorithm.group_size:
-            raise checkpoint.CheckpointError(
-                f"vla3.algorithm.group_size: {self.vla3.algorithm.group_size}, the checkpoint {found} was made with "
-                f"{state['group_size']}; its place in the episode plan counts groups of that size: set it back, or "
-                "start anew from its policy/ with trainer.resume_mode=disable"
-            )
-        self.admission_state, self.scale.previous = state["admission"], state["advantage_moments"]
-        print(f"vla3: resumed from {found} at step {self.global_steps}")
+        checkpoint_state.load(self)

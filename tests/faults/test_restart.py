@@ -1,0 +1,94 @@
+"""What ends a run: the learner's death, the driver's, an interrupt. It restarts where it may and leaves nothing."""
+
+import json
+import os
+import signal
+
+import psutil
+import pytest
+from whole_runs import marked, wait_for
+
+from vla3_plugin.telemetry.ledger import read_ledger
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+ON = [f"vla3.stages.{stage}.enabled=true" for stage in ("interaction", "streaming", "training")]
+SAME = ["vla3.algorithm.advantage_statistics=previous", "vla3.algorithm.mini_batches=episodes"]
+
+
+def steps(directory):
+    file = directory / "metrics.jsonl"
+    return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+def driver_of(process):
+    """The process that talks to Ray: the supervisor's child."""
+    return psutil.Process(process.pid).children()[0]
+
+
+@pytest.fixture(scope="module")
+def living(start_run, line, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("restart") / "run"
+    process, tag, log = start_run(
+        directory, *line, *SAME, *ON, "trainer.total_training_steps=100000", "trainer.val_before_train=false",
+        "trainer.save_freq=5", "vla3.max_restarts=2", "+vla3.env.options.delay_s=0.05",
+    )  # fmt: skip
+    assert wait_for(lambda: len(steps(directory)) >= 8, 200), log.read_text()[-3000:]
+    yield directory, process, tag, log
+    for left in marked(tag):
+        left.kill()
+
+
+@pytest.mark.parametrize("victim", ["learner", "driver"])
+def test_the_run_goes_on_from_its_newest_checkpoint_when_a_process_it_cannot_replace_dies(living, victim):
+    directory, process, tag, log = living
+    before = len(steps(directory))
+    if victim == "driver":
+        driver_of(process).kill()
+    else:
+        next(p for p in marked(tag) if "ray::WorkerDict" in " ".join(p.cmdline())).kill()
+    assert wait_for(lambda: len(steps(directory)) >= before + 4 or process.poll() is not None, 240), log.read_text()[
+        -3000:
+    ]
+    assert process.poll() is None, log.read_text()[-3000:]
+    after = steps(directory)
+    assert after[before] <= after[before - 1] + 1, "no step is skipped"
+    assert after[before] % 5 == 1, "it went on after a checkpoint"
+
+
+def test_an_interrupt_ends_it_with_a_checkpoint_and_the_account_of_three_lives_is_whole(living):
+    directory, process, tag, log = living
+    process.send_signal(signal.SIGINT)
+    assert wait_for(lambda: process.poll() is not None, 45), log.read_text()[-3000:]
+    assert process.returncode == 128 + signal.SIGINT
+    assert wait_for(lambda: not marked(tag), 10), [p.cmdline()[:3] for p in marked(tag)]
+    last = steps(directory)[-1]
+    state = json.loads((directory / "checkpoints" / f"global_step_{last}" / "trainer.json").read_text())
+    account, admission = read_ledger(directory, last_step=last), state["admission"]
+    assert sorted(account.trained) == list(range(1, last + 1)) and account.twice == []
+    assert account.groups | set(admission["replay"]) == set(range(admission["next_group"]))
+
+
+@pytest.mark.parametrize("how", ["terminated twice", "learner killed", "driver killed"])
+def test_without_restarts_it_ends_soon_with_a_cause_and_leaves_no_process(start_run, line, tmp_path, how):
+    directory = tmp_path / "run"
+    process, tag, log = start_run(
+        directory, *line, *SAME, *ON, "trainer.total_training_steps=100000", "trainer.val_before_train=false"
+    )
+    try:
+        assert wait_for(lambda: len(steps(directory)) >= 3, 200), log.read_text()[-3000:]
+        if how == "terminated twice":
+            os.kill(process.pid, signal.SIGTERM)
+            os.kill(process.pid, signal.SIGTERM)
+        elif how == "driver killed":
+            driver_of(process).kill()
+        else:
+            next(p for p in marked(tag) if "ray::WorkerDict" in " ".join(p.cmdline())).kill()
+        assert wait_for(lambda: process.poll() is not None, 60), log.read_text()[-3000:]
+        assert process.returncode not in (0, None)
+        assert wait_for(lambda: not marked(tag), 30), [p.cmdline()[:3] for p in marked(tag)]
+        if how == "learner killed":
+            assert "WorkerDict" in log.read_text()[-20000:] and "died" in log.read_text()[-20000:]
+    finally:
+        for left in marked(tag):
+            left.kill()

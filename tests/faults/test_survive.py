@@ -1,0 +1,127 @@
+"""Faults in a running asynchronous run: each is survived, counted, and costs no episode of the plan.
+
+One run serves all of them, one after the other: what must hold after a fault is that the run goes on; what must hold in
+the end is the account of every group. In the table of docs/reliability.md each fault has its line.
+"""
+
+import json
+import os
+import re
+import signal
+
+import psutil
+import pytest
+from whole_runs import marked, wait_for
+
+from vla3_plugin.telemetry.faults import FAULTS_FILE
+from vla3_plugin.telemetry.ledger import read_ledger
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+ON = [f"vla3.stages.{stage}.enabled=true" for stage in ("interaction", "streaming", "training")]
+SAME = ["vla3.algorithm.advantage_statistics=previous", "vla3.algorithm.mini_batches=episodes"]
+GRPO = ["vla3.algorithm.adv_type=grpo", "vla3.algorithm.loss_type=actor", "vla3.algorithm.group_size=4"]
+# one bad episode a kind; the ids are early in the plan, so every run meets them
+BAD = {"9": "exit", "26": "raise", "43": "bad_state", "62": "bad_reward", "81": "hang"}
+SIMULATOR, POLICY, ENV = "vla3_plugin.envs.child", "ray::PolicyWorker", "ray::EnvWorker"
+FAULTS = [
+    (SIMULATOR, signal.SIGKILL, ["env_replaced"]),
+    (SIMULATOR, signal.SIGSTOP, ["env_replaced"]),
+    (POLICY, signal.SIGKILL, ["policy_worker_lost", "policy_worker_restarted"]),
+    (POLICY, signal.SIGSTOP, ["policy_worker_lost", "policy_worker_restarted"]),
+    (ENV, signal.SIGKILL, ["env_worker_lost", "env_worker_restarted"]),
+    (ENV, signal.SIGSTOP, ["env_worker_lost", "env_worker_restarted"]),
+]
+
+
+class Living:
+    """A run that is under way."""
+
+    def __init__(self, start_run, directory, *overrides):
+        self.directory = directory / "run"
+        self.process, self.tag, self.log = start_run(self.directory, *overrides)
+
+    def processes(self, pattern):
+        return [p for p in self.marked() if re.search(pattern, " ".join(p.cmdline()))]
+
+    def marked(self):
+        return marked(self.tag)
+
+    @property
+    def steps(self):
+        file = self.directory / "metrics.jsonl"
+        return file.read_text().count("\n") if file.is_file() else 0
+
+    @property
+    def faults(self):
+        file = self.directory / FAULTS_FILE
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+    def goes_on(self, steps, seconds):
+        target = self.steps + steps
+        assert wait_for(lambda: self.steps >= target or self.process.poll() is not None, seconds), self.tail()
+        assert self.process.poll() is None, self.tail()
+
+    def tail(self):
+        return self.log.read_text()[-3000:]
+
+
+@pytest.fixture(scope="module", params=["ppo", "grpo"])
+def living(request, start_run, line, tmp_path_factory):
+    directory = tmp_path_factory.mktemp(request.param)
+    overrides = [
+        *line, *SAME, *ON, *(GRPO if request.param == "grpo" else []), "trainer.total_training_steps=100000",
+        "trainer.val_before_train=false", "trainer.save_freq=50", "vla3.stages.training.max_staleness=2",
+        "vla3.env.workers=2", "vla3.env.shards_per_worker=1", "vla3.env.envs_per_shard=4",
+        "actor_rollout_ref.rollout.n_gpus_per_node=2", "vla3.env.timeout_s=3", "vla3.heartbeat_s=8",
+        "vla3.max_worker_restarts=5", f"+vla3.env.options.bad={BAD}".replace("'", ""),
+        "+vla3.env.options.delay_s=0.05",
+    ]  # fmt: skip
+    run = Living(start_run, directory, *overrides)
+    run.goes_on(3, 200)
+    yield run
+    for process in run.marked():
+        process.kill()
+
+
+def test_an_episode_that_takes_its_simulator_down_each_time_is_given_up_and_the_run_goes_on(living):
+    def given_up():
+        return {e for f in living.faults if f["kind"] == "episode_quarantined" for e in f["episodes"]}
+
+    assert wait_for(lambda: given_up() == {int(k) for k in BAD}, 120), (living.faults, living.tail())
+    why = {f["episodes"][0]: f["why"] for f in living.faults if f["kind"] == "episode_quarantined"}
+    assert "exited with status 139" in why[9] and "exploded" in why[26] and "no answer within 3 s" in why[81]
+    assert "not finite" in why[43] and "not finite" in why[62]
+
+
+@pytest.mark.parametrize(("victim", "how", "kinds"), FAULTS)
+def test_a_process_that_dies_or_hangs_is_replaced_and_the_run_goes_on(living, victim, how, kinds):
+    before = len(living.faults)
+    target = living.processes(victim)[-1]
+    target.send_signal(how)
+    living.goes_on(4, 120)
+
+    def seen():
+        return [f["kind"] for f in living.faults[before:]]
+
+    assert wait_for(lambda: all(kind in seen() for kind in kinds), 90), (seen(), living.tail())
+    assert wait_for(lambda: not target.is_running() or target.status() == psutil.STATUS_ZOMBIE, 30)
+
+
+def test_it_stops_when_asked_with_a_checkpoint_and_every_group_is_accounted_for(living):
+    """After all that: nothing twice, nothing lost, nothing older than the bound, no process left."""
+    living.process.send_signal(signal.SIGTERM)
+    assert wait_for(lambda: living.process.poll() is not None, 45), living.tail()
+    assert living.process.returncode == 128 + signal.SIGTERM
+    assert wait_for(lambda: not living.marked(), 10), [p.cmdline()[:3] for p in living.marked()]
+    assert "stopped as asked" in living.log.read_text()
+    newest = max((living.directory / "checkpoints").glob("global_step_*"), key=lambda p: int(p.name.split("_")[-1]))
+    step = int(newest.name.split("_")[-1])
+    account = read_ledger(living.directory, last_step=step)
+    assert sorted(account.trained) == list(range(1, step + 1))
+    assert account.twice == []
+    admission = json.loads((newest / "trainer.json").read_text())["admission"]
+    assert account.groups | set(admission["replay"]) == set(range(admission["next_group"])), "none skipped"
+    rows = [json.loads(text) for text in (living.directory / "metrics.jsonl").read_text().splitlines()]
+    assert max(row["staleness/max"] for row in rows) <= 2
+    assert not [path for path in os.listdir("/dev/shm") if "vla3" in path]

@@ -1,0 +1,94 @@
+"""Keys of verl and of vla3 that must agree: divisibility, staleness and groups against the batch, roles, devices.
+
+Both sides have been checked by themselves before (``config.parse``, ``config_verl.faults``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vla3_plugin.config import VLA3Config
+
+
+def faults(config: Any, vla3: VLA3Config) -> list[str]:
+    """One line a fault: key, value, what was expected, the fix; all of them."""
+    return [
+        *_batch_faults(config, vla3),
+        *_device_faults(config),
+        *_stage_faults(config, vla3),
+        *_role_faults(config, vla3),
+    ]
+
+
+def _batch_faults(config: Any, vla3: VLA3Config) -> list[str]:
+    found = []
+    size, count = vla3.algorithm.group_size, config.data.train_batch_size
+    if count % size:
+        found.append(
+            f"data.train_batch_size: {count} episodes do not divide into groups of vla3.algorithm.group_size = "
+            f"{size}; use {max(1, count // size) * size}"
+        )
+    ahead = 1 + vla3.stages.training.max_staleness * vla3.stages.training.enabled
+    room = config.transfer_queue.backend.SimpleStorage.total_storage_size
+    if ahead * count > room:
+        found.append(
+            f"data.train_batch_size: {count} episodes, of {ahead} steps at once (vla3.stages.training.max_staleness), "
+            f"and each has a sample at least: more than transfer_queue.backend.SimpleStorage.total_storage_size = "
+            f"{room}; raise that, or lower one of the two"
+        )
+    return found
+
+
+def _device_faults(config: Any) -> list[str]:
+    found = []
+    actor, engine = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.checkpoint_engine
+    if config.trainer.device == "cpu" and actor.strategy == "fsdp":
+        found.append("actor_rollout_ref.actor.strategy: 'fsdp' cannot shard CPU parameters; use fsdp2")
+    if config.trainer.device == "cpu" and engine.backend != "vla3_gloo":
+        found.append(
+            f"actor_rollout_ref.rollout.checkpoint_engine.backend: {engine.backend!r} needs an accelerator; use "
+            "vla3_gloo"
+        )
+    return found
+
+
+def _stage_faults(config: Any, vla3: VLA3Config) -> list[str]:
+    found = []
+    algorithm, actor, streaming = vla3.algorithm, config.actor_rollout_ref.actor, vla3.stages.streaming.enabled
+    groups = config.data.train_batch_size // algorithm.group_size
+    if (streaming or algorithm.mini_batches == "episodes") and algorithm.num_mini_batches > groups:
+        found.append(
+            f"vla3.algorithm.num_mini_batches: {algorithm.num_mini_batches} mini-batches of whole groups, but a step "
+            f"has {groups}; use at most {groups}"
+        )
+    for key in ("param_offload", "optimizer_offload"):
+        if streaming and actor.fsdp_config.get(key):
+            found.append(
+                f"actor_rollout_ref.actor.fsdp_config.{key}: true with vla3.stages.streaming.enabled: what is "
+                "offloaded between updates cannot take a micro-batch at any time; turn one of them off"
+            )
+    return found
+
+
+def _role_faults(config: Any, vla3: VLA3Config) -> list[str]:
+    rollout = config.actor_rollout_ref.rollout
+    replicas = rollout.n_gpus_per_node * rollout.nnodes // rollout.tensor_model_parallel_size
+    if vla3.env.workers < replicas:
+        return [
+            f"vla3.env.workers: {vla3.env.workers} for {replicas} policy workers, expected at least as many: an env "
+            f"worker asks one policy worker, so {replicas - vla3.env.workers} would never work; set it to {replicas}"
+        ]
+    return []
+
+
+def notes(config: Any, vla3: VLA3Config) -> list[str]:
+    """What runs, but not as well as it could."""
+    env, stage = vla3.env, vla3.stages.training
+    slots = env.workers * env.shards_per_worker * env.envs_per_shard
+    episodes = config.data.train_batch_size * (1 + stage.max_staleness * stage.enabled)
+    if slots <= episodes:
+        return []
+    return [
+        f"vla3.env: {slots} environments, but at most {episodes} episodes are under way at once: {slots - episodes} of "
+        "them never work; raise data.train_batch_size or lower vla3.env.envs_per_shard"
+    ]

@@ -1,0 +1,145 @@
+"""Watches the policy workers: one that dies or hangs is restarted in place and gets the current version again.
+
+Ray keeps a restarted actor's handle and place, so nobody else has to know. Until its weights have arrived it refuses
+requests, and env workers ask another one, or wait.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from vla3_plugin.rollout.supervision import Event
+from vla3_plugin.trainer.publisher import Publisher
+
+_PERIOD_S = 1.0  # between two looks at a worker
+
+
+@dataclass
+class _Watched:
+    handle: Any
+    call: Any = None  # the question that is under way
+    asked: float = 0.0
+    answered: float = field(default_factory=time.monotonic)  # when the last answered question was asked
+    served: bool = False  # it held published weights once
+    lost: int = 0  # how often
+    away: bool = False
+
+
+class Supervisor:
+    """``configure``: what a fresh policy worker is told (``PolicyWorker.configure``). ``failed`` hears of what ends the
+    run: a worker that was lost more than ``max_restarts`` times, or does not come back within ``deadline_s``.
+    """
+
+    def __init__(
+        self,
+        workers: list[Any],
+        publisher: Publisher,
+        configure: dict[str, Any],
+        *,
+        heartbeat_s: float,
+        deadline_s: float,
+        max_restarts: int,
+        on_event: Callable[[Event], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self.workers = [_Watched(handle) for handle in workers]
+        self.publisher, self.configure = publisher, configure
+        self.heartbeat_s, self.deadline_s, self.max_restarts = heartbeat_s, deadline_s, max_restarts
+        self.on_event, self.failed = on_event, failed
+        self._closed = threading.Event()
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
+        publisher.recovered_since = self.recovered_since
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join(timeout=10)
+
+    def recovered_since(self, start: float) -> bool:
+        """Waits until every worker has answered a question asked after ``start`` (monotonic). True: one was lost since.
+
+        What a publication asks when it failed or takes long: was it a worker's death, and are they back?
+        """
+        deadline = time.monotonic() + self.deadline_s
+        with self._changed:
+            before = self._losses
+            while not self._closed.is_set() and time.monotonic() < deadline:
+                if all(not w.away and w.answered > start for w in self.workers):
+                    return self._lost_at > start or self._losses > before
+                self._changed.wait(timeout=_PERIOD_S)
+        return False
+
+    @property
+    def _losses(self) -> int:
+        return sum(worker.lost for worker in self.workers)
+
+    _lost_at = 0.0  # when a worker was last found lost
+
+    def _watch(self) -> None:
+        try:
+            while not self._closed.wait(_PERIOD_S):
+                for rank, worker in enumerate(self.workers):
+                    self._look(rank, worker)
+                if any(not w.away and w.served and w.lost and self._stale(w) for w in self.workers):
+                    self.publisher.republish()
+        except BaseException as error:
+            if not self._closed.is_set():
+                self.failed(error)
+
+    def _look(self, rank: int, worker: _Watched) -> None:
+        now = time.monotonic()
+        if worker.call is None:
+            worker.call, worker.asked = worker.handle.weights_version.remote(), now
+            return
+        done, _ = ray.wait([worker.call], timeout=0)
+        if not done:
+            if now - worker.asked > (self.deadline_s if worker.away else self.heartbeat_s):
+                self._lose(rank, worker, f"it gave no sign of life for vla3.heartbeat_s = {self.heartbeat_s:g} s")
+                ray.kill(worker.handle, no_restart=False)
+                worker.call = None
+            return
+        call, worker.call = worker.call, None
+        try:
+            version = ray.get(call)
+        except ray.exceptions.RayActorError as error:
+            self._lose(rank, worker, str(error).strip())
+            if isinstance(error, ray.exceptions.ActorDiedError):
+                raise RuntimeError(f"policy worker {rank} died and was not restarted: {error}") from error
+            if now - worker.answered > self.deadline_s:
+                raise TimeoutError(
+                    f"policy worker {rank} did not come back within vla3.deadline_s = {self.deadline_s} s: {error}"
+                ) from error
+            return
+        if version < 0 and worker.served and not worker.away:
+            self._lose(rank, worker, "its process was replaced between two looks")
+        if worker.away:
+            ray.get(worker.handle.configure.remote(self.configure), timeout=self.heartbeat_s)
+            self.on_event({"kind": "policy_worker_restarted", "where": f"policy{rank}", "why": "", "episodes": []})
+        with self._changed:
+            worker.away, worker.answered = False, worker.asked
+            worker.version = version  # type: ignore[attr-defined]
+            worker.served = worker.served or version >= 0
+            self._changed.notify_all()
+
+    def _stale(self, worker: _Watched) -> bool:
+        return getattr(worker, "version", 0) < 0
+
+    def _lose(self, rank: int, worker: _Watched, why: str) -> None:
+        if worker.away:
+            return
+        with self._changed:
+            worker.away, worker.lost, self._lost_at = True, worker.lost + 1, time.monotonic()
+            self._changed.notify_all()
+        self.on_event({"kind": "policy_worker_lost", "where": f"policy{rank}", "why": why, "episodes": []})
+        if worker.lost > self.max_restarts:
+            raise RuntimeError(
+                f"policy worker {rank} was lost {worker.lost} times (vla3.max_worker_restarts = {self.max_restarts}); "
+                f"the last time: {why}"
+            )
