@@ -1,4 +1,4 @@
-"""Faults in a running asynchronous run: each is survived, counted, and costs no episode of the plan.
+"""Faults in a run that is under way: each is survived, counted, and costs no episode of the plan.
 
 One run serves all of them, one after the other: what must hold after a fault is that the run goes on; what must hold in
 the end is the account of every group. In the table of docs/reliability.md each fault has its line.
@@ -66,11 +66,13 @@ class Living:
         return self.log.read_text()[-3000:]
 
 
-@pytest.fixture(scope="module", params=["ppo", "grpo"])
+@pytest.fixture(scope="module", params=os.environ.get("VLA3_FAULT_RUNS", "ppo-asynchronous grpo-synchronous").split())
 def living(request, start_run, line, tmp_path_factory):
+    """``VLA3_FAULT_RUNS`` names others: {ppo,grpo}-{synchronous,asynchronous}."""
     directory = tmp_path_factory.mktemp(request.param)
     overrides = [
-        *line, *SAME, *ON, *(GRPO if request.param == "grpo" else []), "trainer.total_training_steps=100000",
+        *line, *(GRPO if "grpo" in request.param else []), *([*SAME, *ON] if "-asynchronous" in request.param else []),
+        "trainer.total_training_steps=100000",
         "trainer.val_before_train=false", "trainer.save_freq=50", "vla3.stages.training.max_staleness=2",
         "vla3.env.workers=2", "vla3.env.shards_per_worker=1", "vla3.env.envs_per_shard=4",
         "actor_rollout_ref.rollout.n_gpus_per_node=2", "vla3.env.timeout_s=3", "vla3.heartbeat_s=8",

@@ -13,7 +13,7 @@ from vla3_plugin.rollout.supervision import Limits, SupervisedEnv
 
 
 class Fragile(ToyEnv):
-    """Fails while it plays an episode of ``bad``: at its reset, or in its second chunk; ``left`` counts down over all."""
+    """Fails while it plays an episode of ``bad``, at its reset or in its second chunk; ``left`` counts down over all."""
 
     def __init__(self, bad=(), at="chunk", left=None, **options):
         super().__init__(**options)
@@ -42,8 +42,8 @@ class Fragile(ToyEnv):
         super().close()
 
 
-def run(bad, envs=2, slots=3, at="chunk", left=None, limits=Limits(), episodes=60, started=None):
-    events, made = [], started if started is not None else []
+def run(bad, envs=2, slots=3, at="chunk", left=None, limits=None, episodes=60):
+    events, made, limits = [], [], limits or Limits()
 
     def make():
         made.append(Fragile(bad, at, left, num_slots=slots, max_steps=10))

@@ -51,7 +51,8 @@ class VLAFSDPEngine(FSDPEngine):
             lora_alpha=config.lora_alpha,
             target_modules=module.lora_targets if targets == "all-linear" else targets,
             exclude_modules=convert_to_regular_types(config.exclude_modules),
-            modules_to_save=getattr(module, "lora_whole", ["value_head"]),  # new in RL: nothing to adapt, all of it must train
+            # new in RL, so there is nothing to adapt: all of it must train
+            modules_to_save=getattr(module, "lora_whole", ["value_head"]),
             bias="none",
         )
         wrapped = get_peft_model(module, lora)
