@@ -195,3 +195,26 @@ def test_a_later_pass_without_proximal_log_probs_is_refused_not_guessed():
         Objective(AlgorithmConfig(), TrainingStage(enabled=True))(
             TinyPolicy()(fields.policy_batch(batch), "evaluate"), batch
         )
+
+
+def test_updates_without_a_finite_gradient_change_nothing_are_counted_and_end_the_run_after_ten():
+    found = VLAFSDPEngine.__new__(VLAFSDPEngine)
+    found.module, found.scaler = TinyPolicy(), None
+    found.optimizer_config = types.SimpleNamespace(clip_grad=1.0)
+    found.optimizer = torch.optim.SGD(found.module.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in found.module.parameters()]
+
+    def step(value):
+        for parameter in found.module.parameters():
+            parameter.grad = torch.full_like(parameter, value)
+        found.optimizer_step()
+
+    for _ in range(9):
+        step(float("nan"))
+    assert found.skipped_updates == 9
+    assert all(torch.equal(p, old) for p, old in zip(found.module.parameters(), before, strict=True))
+    step(1.0)
+    assert not torch.equal(next(iter(found.module.parameters())), before[0])
+    with pytest.raises(FloatingPointError, match="10 updates in a row"):
+        for _ in range(10):
+            step(float("inf"))

@@ -13,7 +13,7 @@ from vla3_plugin.rollout.supervision import Limits, SupervisedEnv
 
 
 class Fragile(ToyEnv):
-    """Fails while it plays an episode of ``bad``, at its reset or in its second chunk; ``left`` counts down over all."""
+    """Fails while it plays an episode of ``bad``, at its reset or in its second chunk; ``left`` counts over all."""
 
     def __init__(self, bad=(), at="chunk", left=None, **options):
         super().__init__(**options)

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from vla3_plugin.learner.weights import WeightError
 from vla3_plugin.telemetry.timeline import Timeline
 from vla3_plugin.trainer.publisher import Publisher
 
@@ -125,3 +126,23 @@ def test_without_a_snapshot_nothing_is_sent_in_the_middle_of_a_step():
     assert served == [4, 4]
     found.publish(5)
     assert served == [4, 4, 5]
+
+
+def test_a_version_that_a_replica_could_not_verify_is_sent_again_and_only_so_often():
+    plane, _, served, found = publisher(background=False)
+    plane.gate.set()
+    left = [1]
+
+    def once(version):
+        if left[0]:
+            left[0] -= 1
+            raise WeightError("checksum 0x1, published 0x2")
+        served.append(version)
+        return {}
+
+    plane.update_weights = once
+    found.publish(1)
+    assert served == [1, 1], "received once, and then reported as served"
+    left[0] = 99
+    with pytest.raises(WeightError, match="checksum"):
+        found.publish(2)

@@ -120,5 +120,8 @@ class ActorWorker(DetachActorWorker):
             self.timeline.add(PUBLICATION, "send", start, time.time(), version=global_steps)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def drain_timeline(self) -> list[Any]:
-        return self.timeline.drain()
+    def drain_timeline(self) -> tuple[list[Any], int]:
+        """Spans since the last call, and how many updates were skipped since then (their gradient was not finite)."""
+        engine: Any = self.actor.engine
+        skipped, engine.skipped_updates = engine.skipped_updates, 0
+        return self.timeline.drain(), skipped

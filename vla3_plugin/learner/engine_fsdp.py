@@ -24,6 +24,8 @@ from vla3_plugin.learner import fields
 from vla3_plugin.learner.model_config import ModelCard
 from vla3_plugin.learner.streamed_counts import StreamedCounts
 
+_SKIPS = 10  # updates in a row whose gradient is not finite, before the run ends
+
 
 @EngineRegistry.register(model_type="vla_policy", backend=["fsdp", "fsdp2"], device=["cuda", "npu", "cpu"])
 class VLAFSDPEngine(FSDPEngine):
@@ -123,6 +125,27 @@ class VLAFSDPEngine(FSDPEngine):
                 meta["metrics"]["grad_norm"] = self.optimizer_step()
             self.optimizer_zero_grad()
         return meta
+
+    def optimizer_step(self) -> Any:
+        """verl leaves the parameters alone where the gradient is not finite; here that is counted, and has an end.
+
+        Raises:
+            FloatingPointError: ``_SKIPS`` updates in a row were skipped.
+        """
+        grad_norm = super().optimizer_step()
+        if torch.isfinite(torch.as_tensor(grad_norm)):
+            self._skipped_in_a_row = 0
+            return grad_norm
+        self.skipped_updates, self._skipped_in_a_row = self.skipped_updates + 1, self._skipped_in_a_row + 1
+        if self._skipped_in_a_row >= _SKIPS:
+            raise FloatingPointError(
+                f"the gradient was not finite in {_SKIPS} updates in a row (norm {float(grad_norm)}), "
+                "lower actor_rollout_ref.actor.optim.lr or look at the rewards and observations"
+            )
+        return grad_norm
+
+    skipped_updates = 0  # since the start
+    _skipped_in_a_row = 0
 
     def _global_counts(self, local: dict[str, float]) -> dict[str, float]:
         return {f"{name}_count": max(count, 1.0) for name, count in self._sum_over_ranks(local).items()}

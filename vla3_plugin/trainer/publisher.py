@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any
 
+from vla3_plugin.learner.weights import WeightError
 from vla3_plugin.telemetry.timeline import Timeline
 
 _LOOK_S = 5.0  # how long an attempt runs before somebody asks whether a receiver has died
@@ -101,7 +102,10 @@ class Publisher:
         return metrics | {"timing_s/publish": end - start}
 
     def _until_received(self, version: int) -> dict[str, float]:
-        """Send ``version``; anew when a receiver died meanwhile. An attempt that hangs on a dead one is left behind."""
+        """Send ``version``; anew when a receiver died meanwhile or could not verify it (it keeps the version it has).
+
+        An attempt that hangs on a dead receiver is left behind.
+        """
         for last in [False] * (_ATTEMPTS - 1) + [True]:
             start, attempt = time.monotonic(), Future[dict[str, float]]()
             _start("send", _resolve, attempt, lambda: dict(self.weight_plane.update_weights(version) or {}))
@@ -109,7 +113,8 @@ class Publisher:
                 wait([attempt], timeout=_LOOK_S)
                 if attempt.done() and attempt.exception() is None:
                     return attempt.result()
-                if not last and self.recovered_since(start):
+                refused = attempt.done() and isinstance(attempt.exception(), WeightError)
+                if not last and (refused or self.recovered_since(start)):
                     break
                 if attempt.done():
                     return attempt.result()  # raises

@@ -43,8 +43,11 @@ class Swimlanes:
         if batchers:
             merged = BatcherStats.merged(batchers)
             metrics = merged.metrics("rollout/batcher") | merged.histograms("rollout/batcher")
-        for part in trainer.actor_rollout_wg.drain_timeline():
+        for rank, (part, skipped) in enumerate(trainer.actor_rollout_wg.drain_timeline()):
             spans += part
+            for _ in range(skipped if rank == 0 else 0):  # every rank skips the same ones
+                trainer.faults({"kind": "update_skipped", "where": "learner", "why": "its gradient was not finite",
+                                "episodes": []})  # fmt: skip
         self.writer.append(spans)
         spans = self._open + spans
         self._lanes |= {(s.role, s.lane) for s in spans}
