@@ -200,7 +200,7 @@ def test_a_later_pass_without_proximal_log_probs_is_refused_not_guessed():
 def test_updates_without_a_finite_gradient_change_nothing_are_counted_and_end_the_run_after_ten():
     found = VLAFSDPEngine.__new__(VLAFSDPEngine)
     found.module, found.scaler = TinyPolicy(), None
-    found.optimizer_config = types.SimpleNamespace(clip_grad=1.0)
+    found.optimizer_config, found._qat_enabled = types.SimpleNamespace(clip_grad=1.0), False
     found.optimizer = torch.optim.SGD(found.module.parameters(), lr=0.1)
     before = [p.detach().clone() for p in found.module.parameters()]
 

@@ -13,7 +13,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vla3_plugin.policies.presets import PRESETS
+from vla3_plugin.policies.env_records import env_record, env_record_names
+from vla3_plugin.policies.presets import PRESETS, Preset
 from vla3_plugin.resources import PACKAGE
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ def load_policy(path_or_preset: str | Path, **options: Any) -> VLAPolicy:
     id), or a preset.
 
     ``options``: ``dtype``, ``processing``, ``tokenizer`` and policy settings by name (``noise_level=0.3``); what a
-    family takes is documented at its ``load``, ``from_checkpoint`` and ``build``. A preset needs ``processing``.
+    family takes is documented at its ``load``, ``from_checkpoint`` and ``build``. A preset needs ``processing``: a
+    record, its file, or the name of an environment whose record ships (``env_records``).
 
     Raises:
         ValueError: it is none of these, or the checkpoint is damaged, incomplete or of another architecture.
@@ -92,13 +94,16 @@ def load_policy(path_or_preset: str | Path, **options: Any) -> VLAPolicy:
             return build_policy(name, None, **options)
         if "processing" not in options:
             raise ValueError(
-                f"preset {name!r} has no weights and knows no environment: give `processing` (a processing.json), or a "
-                f"checkpoint: a directory, a hub id or an embedded one ({', '.join(embedded_names()) or 'none'})"
+                f"preset {name!r} has no weights and knows no environment: give `processing` (a processing.json, or "
+                f"one of {', '.join(env_record_names())}), or a checkpoint: a directory, a hub id or an embedded one "
+                f"({', '.join(embedded_names()) or 'none'})"
             )
         record = options.pop("processing")
-        return build_policy(name, _load_record(record, PRESETS[name].family), **options)
+        return build_policy(name, _load_record(record, PRESETS[name].family, PRESETS[name]), **options)
     path = checkpoint_path(path_or_preset)
     kind = family_of(path, options.pop("family", None))
+    if options.get("processing") in env_record_names():
+        options["processing"] = _load_record(options["processing"], kind, _preset_of(path, kind))
     if "family" in _config(path):
         return policy_class(kind).load(path, **options)  # type: ignore[attr-defined]
     return policy_class(kind).from_checkpoint(path, **options)  # type: ignore[attr-defined]
@@ -140,7 +145,7 @@ def load_processing(path_or_preset: str | Path, **options: Any) -> Processing:
 
     name = str(path_or_preset)
     if name in PRESETS and not Path(name).is_dir():
-        record = _load_record(options["processing"], PRESETS[name].family)
+        record = _load_record(options["processing"], PRESETS[name].family, PRESETS[name])
         if record.prompts is None and PRESETS[name].words:
             words = PRESETS[name].words
             own = getattr(record, "with_words", None)  # a family whose prompts hold more than words
@@ -150,7 +155,7 @@ def load_processing(path_or_preset: str | Path, **options: Any) -> Processing:
         family = family_of(path, options.get("family"))
         if describes_itself(path, options):
             return _attribute(PUBLISHED_RECORDS[family])(family, path, **options)
-        record = _load_record(options.get("processing") or path, family)
+        record = _load_record(options.get("processing") or path, family, _preset_of(path, family))
         if record.prompts is None and "tokenizer" not in options:
             record = record.with_tokenizer(getattr(record, "read_tokenizer", load_tokenizer)(path))
     if isinstance(tokenizer := options.get("tokenizer"), str | Path):
@@ -191,14 +196,22 @@ def checkpoint_path(name: str | Path) -> Path:
     )
 
 
-def _load_record(record: Processing | str | Path, family: str) -> Processing:
-    """``record``, given as such or as a file, as the family's own kind of record."""
+def _load_record(record: Processing | str | Path, family: str, preset: Preset | None) -> Processing:
+    """``record``, given as such, as a file or as an environment's name, as the family's own kind of record."""
     from vla3_plugin.policies.processing import Processing
 
     kind: Any = _attribute(RECORDS[family]) if family in RECORDS else Processing
+    if record in env_record_names() and preset is not None:
+        record = env_record(str(record), preset)
     if isinstance(record, Processing):
         return kind.of(record) if family in RECORDS else record
     return kind.load(Path(record))
+
+
+def _preset_of(path: Path, family: str) -> Preset | None:
+    """What a checkpoint was built as: the preset that a directory of ours names, else its family's published sizes."""
+    own = PRESETS.get(str(_config(path).get("preset")))
+    return own or next((preset for preset in PRESETS.values() if preset.family == family), None)
 
 
 def _attribute(target: str) -> Any:
