@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import ray
 import torch
+from omegaconf import OmegaConf
 from verl.checkpoint_engine.base import CheckpointEngineWorker
 from verl.single_controller.ray.base import RayClassWithInitArgs
 from verl.utils.device import get_device_id
@@ -119,10 +120,15 @@ class PolicyReplica(RolloutReplica):
     """verl's handle of a replica: here the worker and its server are one actor."""
 
     def get_ray_class_with_init_args(self) -> RayClassWithInitArgs:
+        model: Any = self.model_config
+        if OmegaConf.is_config(model):
+            # a node carries the whole tree it hangs in; arguments so large go to Ray's object store, where they do not
+            # last, and an actor whose arguments are gone cannot be restarted
+            model = OmegaConf.create(OmegaConf.to_container(model, resolve=True))
         return RayClassWithInitArgs(
             cls=ray.remote(max_restarts=-1)(PolicyWorker),  # the supervisor counts
             rollout_config=self.config,
-            model_config=self.model_config,
+            model_config=model,
             replica_rank=self.replica_rank,
         )
 
