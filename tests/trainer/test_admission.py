@@ -112,3 +112,27 @@ def test_nothing_is_admitted_under_a_version_that_would_be_too_old_before_it_is_
     admission = start(max_staleness=1)
     admission.begin_step(2)
     assert admission.admit(published) == []
+
+
+def test_a_step_that_is_given_up_loses_no_finished_group():
+    admission = Admission(group_size=1, groups_per_step=2, max_staleness=0)
+    admission.begin_step(0)
+    for index in admission.admit(0):
+        admission.finished({"episode": {"group_id": index}, "version": 0, "keys": []})
+    chosen, _ = admission.take(1)
+    assert [g.index for g in chosen] == [0]
+    admission.give_back()
+    assert sorted(admission.ready) == [0, 1] and admission.taken == []
+    assert admission.state() == {"next_group": 2, "replay": [0, 1]}
+    assert [g.index for g in admission.take(2)[0]] == [0, 1], "it can be taken again"
+
+
+def test_a_group_that_lost_an_episode_is_dropped_whole_and_another_takes_its_place():
+    admission = Admission(group_size=2, groups_per_step=1, max_staleness=0, total=2)
+    admission.begin_step(0)
+    assert admission.admit(0) == [0]
+    assert admission.finished({"episode": {"group_id": 0}, "version": 0, "keys": ["0_0"]}) == []
+    dropped = admission.finished({"episode": {"group_id": 0}, "quarantined": "crashes"})
+    assert [g.index for g in dropped] == [0] and dropped[0].trajectories[0]["keys"] == ["0_0"]
+    assert admission.dropped == {"quarantined": 1} and admission.dropped_groups == [0]
+    assert admission.admit(0) == [1], "within the run's total"

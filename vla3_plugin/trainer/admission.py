@@ -51,12 +51,13 @@ class Admission:
         self.ready: dict[int, Group] = {}
         self.now = 0  # the version that the current step trains at
         self.taken: list[int] = []  # groups of the current step
+        self._in_step: list[Group] = []
         self.dropped: dict[str, int] = {}  # reason -> how many
         self.dropped_groups: list[int] = []  # which, since somebody asked
         self.admitted = 0
 
     def begin_step(self, now: int) -> None:
-        self.now, self.taken = now, []
+        self.now, self.taken, self._in_step = now, [], []
 
     @property
     def waiting(self) -> int:
@@ -145,14 +146,14 @@ class Admission:
             if len(self.taken) < limit and self._spare(self._deadline(group)) > 0:
                 del self.ready[group.index]
                 self.taken.append(group.index)
+                self._in_step.append(group)
                 chosen.append(group)
         return chosen, stale
 
     def give_back(self) -> None:
-        """The step's groups will not be trained on now: they are played again, first of all."""
-        self.replay = sorted([*self.taken, *self.replay])
-        self.admitted -= len(self.taken)
-        self.taken = []
+        """The step's groups will not be trained on now: they are ready, as they were."""
+        self.ready |= {group.index: group for group in self._in_step}
+        self.taken, self._in_step = [], []
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: trained groups are behind, admitted ones will be played again."""

@@ -136,6 +136,7 @@ def save(trainer: Any) -> None:
     best = trainer.record.best_of({*checkpoint.steps(root), step})
     try:
         checkpoint.save(root, step, write, state, keep=trainer.vla3.keep_checkpoints, best=best)
+        trainer.saved_step = step
     except Exception as error:
         text = explain(root, step, error)
         last = step >= trainer.total_training_steps or trainer.stop()
