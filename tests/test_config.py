@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from vla3_plugin import config_cross
 from vla3_plugin.config import ConfigError, VLA3Config, known_keys, parse, unknown_key
-from vla3_plugin.config_checks import CHOICES, RANGES
+from vla3_plugin.config_checks import CHOICES, RANGES, text_faults
 
 
 def test_the_defaults_are_valid():
@@ -178,3 +178,9 @@ def test_environments_that_would_never_work_are_noted():
     assert config_cross.notes(agreeing(), parse(OmegaConf.create({"env": {"envs_per_shard": 16}}))) == []
     (note,) = config_cross.notes(agreeing(), parse(OmegaConf.create({"env": {"envs_per_shard": 20}})))
     assert "40 environments, but at most 32 episodes" in note and "8 of them" in note
+
+
+def test_control_characters_are_found_anywhere_and_named():
+    tree = {"a": {"b": ["fine\n", "x\x1by"]}, "c": {"d\x00": 1}}
+    first, second = text_faults(tree, "")
+    assert first == "a.b.1: 'x\\x1by' holds a control character; remove it" and second.startswith("c: 'd\\x00'")

@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from vla3_plugin.cli_placement import add_commands as add_placement_commands
 from vla3_plugin.cli_policy import add_commands as add_policy_commands
 
 
@@ -150,6 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--recipe", default="vla3_quickstart", help="whose placement must fit here")
 
     add_policy_commands(command)
+    add_placement_commands(command)
     return parser
 
 

@@ -120,6 +120,20 @@ class StagesConfig:
 
 
 @dataclass
+class PlacementConfig:
+    """Which process runs on which device. With none of this, verl's keys and ``vla3.env.workers`` say how many."""
+
+    mode: str | None = None  # collocated | disaggregated | hybrid | auto; null: what component_placement comes to
+    component_placement: dict[str, Any] = field(default_factory=dict)  # as RLinf has it: {actor: 0-7, env: 8-15}
+    node_groups: list[Any] = field(default_factory=list)  # as RLinf has them
+    ratio: str | None = None  # rollout:actor = 3:1, of the devices that component_placement leaves
+    ratio_per_node: bool = False  # the ratio holds on every node: rollout and learner of a node are a cell
+    node_gpus: list[int] | None = None  # accelerators of each node; null: this machine's
+    model_memory_gb: float | None = None  # of a learner rank or policy worker on a GPU that hosts simulators too
+    simulator_memory_gb: float | None = None  # of all simulators on such a GPU
+
+
+@dataclass
 class VLA3Config:
     profile: str = "auto"
     seed: int = 0
@@ -128,6 +142,7 @@ class VLA3Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     stages: StagesConfig = field(default_factory=StagesConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     keep_checkpoints: int = 2
     deadline_s: float = 1800.0  # one answer of a policy worker, one micro-batch of the learner, one publication
     heartbeat_s: float = 60.0  # a worker that shows no sign of life for so long is killed and restarted
@@ -149,8 +164,8 @@ def known_keys(cls: type = VLA3Config, prefix: str = "vla3") -> list[str]:
 def unknown_key(name: str) -> str | None:
     """The fault of a key below ``vla3`` that the schema does not have, with the nearest one that it has."""
     known = known_keys()
-    free = "vla3.env.options"
-    if name in known or name.startswith(f"{free}."):
+    free = ("vla3.env.options.", "vla3.placement.component_placement.")
+    if name in known or name.startswith(free):
         return None
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     beside = [key.rsplit(".", 1)[1] for key in known if key.rsplit(".", 1)[0] == name.rsplit(".", 1)[0]]

@@ -87,6 +87,8 @@ RANGES: dict[str, Range] = {
     "algorithm.num_mini_batches": COUNT,
     "evaluation.episodes_per_task": Range(0, 10**6, above=True),
     "evaluation.videos": Range(0, 10**6),
+    "placement.model_memory_gb": POSITIVE,
+    "placement.simulator_memory_gb": POSITIVE,
     "stages.interaction.max_batch_size": COUNT,
     "stages.interaction.max_wait_ms": Range(0, 1e7),
     "stages.interaction.max_queue": COUNT,
@@ -110,6 +112,8 @@ _NULL_MEANS = {
     "algorithm.clip_ratio_c": "no dual clip",
     "env.recycle_episodes": "never",
     "env.recycle_mb": "never",
+    "placement.model_memory_gb": "no bound",
+    "placement.simulator_memory_gb": "no bound",
     "stages.training.behave_weight_threshold": "no bound",
 }
 
@@ -136,7 +140,7 @@ def texts(node: Any, key: str) -> Iterator[tuple[str, str]]:
     elif isinstance(node, Mapping):
         for name, value in node.items():
             yield key, str(name)
-            yield from texts(value, f"{key}.{name}")
+            yield from texts(value, f"{key}.{name}" if key else str(name))
     elif isinstance(node, (list, tuple)):
         for i, value in enumerate(node):
             yield from texts(value, f"{key}.{i}")

@@ -79,7 +79,12 @@ def before_start(config: DictConfig) -> None:
         faults += error.faults
     if faults:
         _fail(faults)
-    faults = config_cross.faults(config, vla3)
+    from vla3_plugin.placement import resolve
+
+    placement, faults = resolve.place(config, vla3)
+    if placement is not None:
+        resolve.derive(config, vla3, placement)
+    faults += config_cross.faults(config, vla3)
     _derive(config, vla3)
     faults += _stray_paths(config)
     from vla3_plugin.trainer.preflight import announce, preflight
@@ -88,6 +93,8 @@ def before_start(config: DictConfig) -> None:
     faults += found
     if faults:
         _fail(faults)
+    if placement is not None:
+        summary["placement"] = resolve.summary(placement)
     announce(summary, Path(config.vla3.run_dir))
 
 

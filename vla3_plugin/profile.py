@@ -39,8 +39,14 @@ def resolve_profile() -> str:
     return requested
 
 
+def policy_choice(published: str) -> str:
+    """Of a family's configs (``configs/policy/FAMILY``): ``nano`` on a CPU, else the settings ``published`` for this."""
+    return "nano" if resolve_profile() == "cpu" else published
+
+
 def register_resolvers() -> None:
     from omegaconf import OmegaConf
 
     OmegaConf.register_new_resolver("vla3_profile", resolve_profile, replace=True)
+    OmegaConf.register_new_resolver("vla3_policy", policy_choice, replace=True)
     OmegaConf.register_new_resolver("vla3_device", lambda: "cuda" if has_gpu() else "cpu", replace=True)

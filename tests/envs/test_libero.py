@@ -92,6 +92,15 @@ def test_images_are_upright_with_the_robots_left_on_the_right(env):
     assert wrist[-4:].mean() < 0.7 * wrist[:32].mean()  # the dark hand that carries the camera is at the bottom
 
 
+def test_mirrored_images_are_those_that_public_checkpoints_were_trained_on(env):
+    """Rotated by 180 degrees as MuJoCo hands them over, which is the left-right mirror of the upright ones."""
+    seen = env.reset(0, episode()).images
+    with child(suite="libero_object", tasks=[BBQ_SAUCE, SALAD_DRESSING], mirrored=True, **FAST) as mirrored:
+        images = mirrored.reset(0, episode()).images
+    for camera in ("agentview", "wrist"):
+        np.testing.assert_array_equal(images[camera], seen[camera][:, ::-1])
+
+
 def test_negative_gripper_action_opens_and_positive_closes(env):
     env.reset(0, episode())
     fingers = [env.chunk_step([0], chunk(12, gripper=g))[0].observation.state[6:] for g in (1.0, -1.0, 0.3)]

@@ -5,7 +5,7 @@ Conventions, so that nobody has to guess:
 * Images are upright RGB as a person in front of the robot sees them: the robot at the top of ``agentview``, its +y on
   the right. MuJoCo hands frames over bottom row first and they are flipped vertically. Projects that rotate raw frames
   by 180 degrees instead (OpenVLA, openpi and what follows them) train on the left-right mirror of these; a policy made
-  by them wants ``image[:, ::-1]``.
+  by them wants ``mirrored=True``.
 * State (float32 [8]): end-effector position (3, m, world), orientation as axis-angle (3, rad, angle in [0, 2 pi)) and
   the two finger joints (2, m, about +0.04 / -0.04 when open).
 * Action (float32 [7], each in [-1, 1]): end-effector translation (1.0 asks for 5 cm) and axis-angle rotation (1.0 asks
@@ -49,6 +49,8 @@ class LiberoEnv:
         max_steps: control steps until truncation, without the settling steps. None: the published limit of the suite.
         camera_size: height and width of every image in pixels.
         cameras: any of "agentview" and "wrist", in this order; empty: no rendering at all.
+        mirrored: show the policy the left-right mirror of every image, which is what public checkpoints were trained on.
+            Videos stay as they are.
         settle_steps: control steps of standing still after a reset, while objects drop into place.
         reward: "sparse" gives ``reward_coef`` once, at the episode's first success; "relative" gives +-``reward_coef``
             when success begins and ends, which differs only with ``ignore_terminations``.
@@ -70,6 +72,7 @@ class LiberoEnv:
         max_steps: Optional[int] = None,
         camera_size: int = 128,
         cameras: Sequence[str] = ("agentview", "wrist"),
+        mirrored: bool = False,
         settle_steps: int = 15,
         reward: str = "sparse",
         reward_coef: float = 1.0,
@@ -99,6 +102,7 @@ class LiberoEnv:
         self.num_slots = 1
         self._cameras = list(cameras)
         self._size = int(camera_size)
+        self._mirrored = bool(mirrored)
         self._settle_steps = int(settle_steps)
         self._reward = reward
         self._reward_coef = float(reward_coef)
@@ -248,7 +252,10 @@ class LiberoEnv:
 
     def _observe(self) -> Observation:
         assert self._task_id is not None
-        return Observation(self._render(self._cameras), self._state(), self.spec.instructions[self._task_id])
+        images = self._render(self._cameras)
+        if self._mirrored:
+            images = {camera: np.ascontiguousarray(image[:, ::-1]) for camera, image in images.items()}
+        return Observation(images, self._state(), self.spec.instructions[self._task_id])
 
     def _state(self) -> np.ndarray:
         from robosuite.utils.transform_utils import convert_quat, quat2axisangle

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import os
 from importlib.metadata import entry_points
 from typing import Any, Optional
 
 from vla3_plugin.envs.process import EnvProcess
+from vla3_plugin.placement.rendering import ASSIGNED, child_environment
 
 GROUP = "vla3.envs"
 BUILT_IN = {
@@ -52,4 +54,8 @@ def env_fault(name: str, python: Optional[str]) -> Optional[str]:
 
 def make_env(env: str, options: dict[str, Any], **settings: Any) -> EnvProcess:
     """The named simulator in a process of its own; ``settings`` go to ``EnvProcess``."""
+    if os.environ.get(ASSIGNED) is not None:  # a placement chose the device that it draws on
+        software = options.get("render_backend") == "osmesa"
+        chosen = child_environment(os.environ, draws_with_egl=env == "libero" and not software)
+        settings["environ"] = {**chosen, **(settings.get("environ") or {})}
     return EnvProcess(env_target(env), options, **settings)

@@ -14,21 +14,33 @@ class PlacementError(RuntimeError):
 
 @dataclass(frozen=True)
 class Demand:
-    """What verl asks Ray for. On a CPU the GPUs are logical and CPUs may exceed the cores."""
+    """What verl asks Ray for. On a CPU the GPUs are logical and CPUs may exceed the cores.
+
+    ``devices`` and ``bundle_cpus``: of a placement that says where each process runs; roles may share its devices.
+    """
 
     learner_ranks: int
     replicas: int
     storage_units: int
+    devices: int | None = None
+    bundle_cpus: int = 0
 
     @property
     def gpus(self) -> int:
-        return self.learner_ranks + self.replicas
+        return self.learner_ranks + self.replicas if self.devices is None else self.devices
 
     @property
     def cpus(self) -> int:
+        if self.devices is not None:
+            return self.bundle_cpus + self.storage_units + 1
         return COLOCATED * self.learner_ranks + REPLICA * self.replicas + self.storage_units + 1
 
     def arithmetic(self) -> str:
+        if self.devices is not None:
+            return (
+                f"{self.devices} GPUs (vla3.placement); {self.cpus} CPUs = {self.bundle_cpus} beside them + "
+                f"{self.storage_units} storage units + 1 task runner"
+            )
         return (
             f"{self.gpus} GPUs = {self.learner_ranks} learner + {self.replicas} policy workers; {self.cpus} CPUs = "
             f"{COLOCATED} x {self.learner_ranks} + {REPLICA} x {self.replicas} + {self.storage_units} storage units + "
@@ -37,11 +49,17 @@ class Demand:
 
 
 def demand(config: Any) -> Demand:
+    from vla3_plugin.placement.resolve import bundle_cpus, placement_of
+
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    placement = placement_of(config)
+    devices = placement.cluster_devices() if placement else []
     return Demand(
         learner_ranks=trainer.n_gpus_per_node * trainer.nnodes,
         replicas=rollout.n_gpus_per_node * rollout.nnodes // rollout.tensor_model_parallel_size,
         storage_units=config.transfer_queue.backend.SimpleStorage.num_data_storage_units,
+        devices=len(devices) if placement else None,
+        bundle_cpus=sum(bundle_cpus(placement, device) for device in devices) if placement else 0,
     )
 
 

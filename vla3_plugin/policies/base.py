@@ -63,6 +63,18 @@ class VLAPolicy(nn.Module):
         """Write a self-contained directory (safetensors, config, processing) that ``load_policy`` reads back."""
         raise NotImplementedError
 
+    def _set_dropout(self, active: bool) -> None:
+        """Dropout is for cloning. A stored sample's likelihood must not depend on a mask drawn in the learner, so for
+        sampling and evaluation it is off even in training mode; the backward pass, which may recompute, finds it off.
+
+        To be called first by ``act`` and by each task of ``forward``.
+        """
+        if self.training:  # else it is off everywhere
+            for module in self.modules():
+                # transformers' layers recompute in training mode alone; what drops something is inside them
+                recomputed = getattr(module, "gradient_checkpointing", False)
+                module.training = active or module is self or recomputed
+
     def describe(self) -> dict[str, Any]:
         """Sizes and settings for the preflight summary."""
         return {"family": self.family, "parameters": sum(p.numel() for p in self.parameters())}

@@ -304,14 +304,6 @@ class FlowPolicy(VLAPolicy):
         error = (noise - towards_noise)[:, :length, :dim] - target[..., :dim]
         return {"loss": error.square()}
 
-    def _set_dropout(self, active: bool) -> None:
-        """Dropout is for cloning. A stored sample's likelihood must not depend on a mask drawn in the learner, so for
-        sampling and evaluation it is off even in training mode; the backward pass, which may recompute, finds it off.
-        """
-        if self.training:  # else it is off everywhere
-            for module in self.modules():
-                module.training = active or module is self
-
     # what verl's engine and peft ask of a model
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:

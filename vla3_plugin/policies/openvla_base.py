@@ -86,6 +86,7 @@ class TokenPolicy(VLAPolicy):
             raise ValueError(f"mode is {mode!r}, expected train or eval")
         if len(noise_keys) != len(inputs["input_ids"]):
             raise ValueError(f"{len(noise_keys)} noise keys for a batch of {len(inputs['input_ids'])}")
+        self._set_dropout(False)
         device = next(self.parameters()).device
         inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}
         gumbel, bins = None, self.network.sizes.bins
@@ -130,12 +131,14 @@ class TokenPolicy(VLAPolicy):
 
     def forward(self, batch: dict[str, Tensor], task: Literal["evaluate", "sft"]) -> dict[str, Tensor]:
         if task == "evaluate":
+            self._set_dropout(False)
             ids = batch["trace.ids"]
             expected = [self.policy.executed, self.processing.action_dim]
             if list(ids.shape[1:]) != expected:
                 raise ValueError(f"trace.ids has shape {list(ids.shape)}, expected [B, {expected[0]}, {expected[1]}]")
             return self.evaluate_tokens(*self._evaluated(batch, ids.flatten(1)), ids)
         if task == "sft":
+            self._set_dropout(self.training)
             return self._sft(batch)
         raise ValueError(f"task is {task!r}, expected evaluate or sft")
 

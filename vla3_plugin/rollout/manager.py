@@ -45,9 +45,12 @@ class InteractionManager:
         deadline_s: float,
         asynchronous: bool,
         heartbeat_s: float,
+        nearest: Sequence[int] | None = None,
     ) -> None:
+        """``nearest``: the policy worker that each env worker asks first; in turn unless given."""
         self.workers, self.slots, self.deadline_s, self.asynchronous = workers, slots, deadline_s, asynchronous
         self.policy_workers = list(policy_workers)
+        self.nearest = nearest or [rank % len(policy_workers) for rank in range(len(workers))]
         self.heartbeat_s = heartbeat_s
         self.env_spec = EnvSpec.from_json(self._get([workers[0].spec.remote()], "start their simulators")[0])
         self._get([self._connect(rank) for rank in range(len(workers))], "connect to the policy workers")
@@ -76,8 +79,11 @@ class InteractionManager:
         ray.get([server.configure.remote(stage) for server in llm_client])
         restarts = vla3["max_worker_restarts"]
         remote: Any = ray.remote(num_cpus=0, max_concurrency=4, max_restarts=restarts)(EnvWorker)
+        from vla3_plugin.placement import resolve_ray, spec
+
+        grid = resolve_ray.reserved
         workers = [
-            remote.remote(
+            remote.options(**(grid.env_options(rank) if grid is not None else {})).remote(
                 rank,
                 env,
                 policy,
@@ -90,10 +96,11 @@ class InteractionManager:
             for rank in range(env["workers"])
         ]
         slots = env["shards_per_worker"] * env["envs_per_shard"]
-        return cls(workers, llm_client, slots, env["deadline_s"], stage["enabled"], vla3["heartbeat_s"])
+        close = spec.nearest(grid.placement) if grid is not None else None
+        return cls(workers, llm_client, slots, env["deadline_s"], stage["enabled"], vla3["heartbeat_s"], close)
 
     def _connect(self, worker: int) -> Any:
-        first = worker % len(self.policy_workers)
+        first = self.nearest[worker]
         return self.workers[worker].connect.remote(self.policy_workers[first:] + self.policy_workers[:first])
 
     def _get(self, refs: list[Any], what: str) -> list[Any]:

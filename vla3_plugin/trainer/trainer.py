@@ -26,7 +26,9 @@ from vla3_plugin.config import VLA3Config, parse
 from vla3_plugin.learner import fields
 from vla3_plugin.learner.actor_worker import ActorWorker
 from vla3_plugin.learner.objective import Objective
+from vla3_plugin.placement import pools, resolve_ray
 from vla3_plugin.placement.fit import check_cluster
+from vla3_plugin.placement.resolve import placement_of
 from vla3_plugin.rollout import store
 from vla3_plugin.rollout.plan import EpisodePlan, split_init_states
 from vla3_plugin.rollout.stopping import Stopped, StopRequest
@@ -35,7 +37,7 @@ from vla3_plugin.telemetry.ledger import Ledger
 from vla3_plugin.telemetry.metrics import ENV_STEPS
 from vla3_plugin.telemetry.timeline import Timeline
 from vla3_plugin.telemetry.utilisation import staleness_metrics
-from vla3_plugin.trainer import checkpoint, checkpoint_groups, checkpoint_state, evaluate, streaming
+from vla3_plugin.trainer import checkpoint_groups, checkpoint_state, evaluate, streaming
 from vla3_plugin.trainer.admission import Admission, Group
 from vla3_plugin.trainer.batch import (
     AdvantageScale,
@@ -68,8 +70,9 @@ class VLA3Trainer(PPOTrainer):
         self.scale = AdvantageScale(self.vla3.algorithm.advantage_statistics)
         self.stop = StopRequest(self.run_dir)
         self.ledger = Ledger(self.run_dir)
-        self.trained_steps = 0  # whole ones, published
+        self.trained_steps = self.saved_step = 0  # the last one that was published, and that is in a checkpoint
         self.feeder: Feeder = None  # type: ignore[assignment]  # there is none before fit
+        self.grid: resolve_ray.Grid | None = None  # where the config says which process runs where
         super().__init__(config)
         self.record = RunRecord(self.run_dir)
         self.env_steps = 0
@@ -94,11 +97,16 @@ class VLA3Trainer(PPOTrainer):
         check_cluster(self.config)
         super()._init_resource_pool_mgr()
         self.role_worker_mapping[Role.Actor] = ray.remote(ActorWorker)
+        if (placement := placement_of(self.config)) is not None:
+            self.grid = resolve_ray.reserve(placement, self.config.trainer.device != "cpu")
+            verls: Any = self.resource_pool_manager  # type: ignore[has-type]
+            self.resource_pool_manager = self.grid.learner_pools(verls)
 
     def _setup(self) -> None:
         super()._setup()
         self.actor_rollout_wg.set_loss_fn(Objective(self.vla3.algorithm, self.vla3.stages.training))
-        self.replicas = LLMServerManager.create(config=self.config, start_rank=0)
+        servers = LLMServerManager if self.grid is None else resolve_ray.PlacedServers
+        self.replicas = servers.create(config=self.config, start_rank=0)
         self.weight_plane = CheckpointEngineManager(
             config=omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine),
             actor_wg=self.actor_rollout_wg,
@@ -135,6 +143,10 @@ class VLA3Trainer(PPOTrainer):
 
     def fit(self, agent_loop_manager: Any) -> None:
         self.interaction = agent_loop_manager
+        if self.grid is not None:
+            actors = {"actor": self.actor_rollout_wg.workers, "rollout": self.get_llm_client()}
+            for line in self.grid.landed(self.run_dir, **actors, env=agent_loop_manager.workers):
+                print(f"vla3: {line}", flush=True)
         spec = agent_loop_manager.env_spec
         self.tasks = self.vla3.env.tasks if self.vla3.env.tasks is not None else list(range(spec.num_tasks))
         train_states, self.eval_states = split_init_states(spec, self.vla3.env.held_out_init_states)
@@ -144,7 +156,7 @@ class VLA3Trainer(PPOTrainer):
         self.record.start(resolved)
         self.faults = FaultLog(self.run_dir)
         agent_loop_manager.on_event, agent_loop_manager.stop = self.faults, self.stop
-        self.trained_steps = self.global_steps
+        self.trained_steps = self.saved_step = self.global_steps
         supervisor = self._supervisor()
         completed = False
         try:
@@ -208,8 +220,7 @@ class VLA3Trainer(PPOTrainer):
         self.publisher.wait()
         self.global_steps = self.trained_steps
         self.feeder.give_back()
-        root = Path(self.config.trainer.default_local_dir)
-        if self.global_steps > 0 and self.global_steps not in checkpoint.steps(root):
+        if self.global_steps > 0 and self.global_steps != self.saved_step:
             self._save_checkpoint()
         print(f"vla3: stopped as asked after step {self.global_steps}; trainer.resume_mode=auto goes on", flush=True)
 
@@ -369,6 +380,10 @@ class VLA3Trainer(PPOTrainer):
         metrics.update({f"timing_s/{name}": seconds for name, seconds in timing_raw.items()})
         metrics["training/global_step"] = global_steps
         metrics.update(self.swimlanes.drain())
+        if self.grid is not None and self.grid.accelerated:
+            budgets = self.vla3.placement
+            memory = {pools.MODEL: budgets.model_memory_gb, pools.SIMULATOR: budgets.simulator_memory_gb}
+            metrics.update(pools.collect(self.get_llm_client(), memory))
         self.record.step(global_steps, self.total_training_steps, metrics)
 
     def _log_rollout_data(self, *_args: Any, **_kwargs: Any) -> None:
