@@ -2,7 +2,7 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup quickstart test lint fast
+.PHONY: setup quickstart test test-all lint fast
 
 setup:
 	@VENV=$(VENV) ./setup.sh
@@ -18,4 +18,7 @@ fast: setup
 	$(BIN)/python -m pytest -q -m "not slow"
 
 test: lint
+	$(BIN)/python -m pytest -q -m "not long"
+
+test-all: lint
 	$(BIN)/python -m pytest -q

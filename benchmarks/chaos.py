@@ -132,7 +132,9 @@ def main() -> None:
     def rate(start: float, stop: float) -> float:
         return sum(r["rollout/chunk_steps"] for r in found if start <= r["time"] < stop) / max(stop - start, 1e-9)
 
-    recovery = [next((r["time"] for r in found if r["time"] > s["at"] + 1), float("inf")) - s["at"] for s in strikes]
+    # the last strike may have come too late for another step
+    after = [(s["at"], [r["time"] for r in found if r["time"] > s["at"] + 1]) for s in strikes]
+    recovery = [times[0] - at for at, times in after if times]
     kinds: dict[str, int] = {}
     for struck in strikes:
         name = f"{struck['role']} {struck['signal']}"

@@ -70,7 +70,7 @@ def lognormal(median: float, sigma: float) -> tuple[float, ...]:
 
 
 ENVS = {
-    "LIBERO": EnvProfile("libero", lognormal(190.0, 0.3), 190.0, 1000.0, 190.0, 30.0, 2.0, 0.9, gpu=False),
+    "LIBERO": EnvProfile("libero", lognormal(190.0, 0.3), 190.0, 1000.0, 190.0, 30.0, 2.0, gpu=False),
     "ManiSkill": EnvProfile("maniskill", lognormal(120.0, 0.05), 1.0, 20.0, 0.0, 10.0, 5.0, 0.03, gpu=True),
 }
 ASSUMPTIONS = f"""\
@@ -79,11 +79,11 @@ ASSUMPTIONS = f"""\
 | GPU | 80 GB, 989 TFLOP/s bf16 dense of which 40% are sustained | NVIDIA's H100 SXM data sheet; the share is an assumption |
 | links | 450 GB/s inside a node, 50 GB/s between nodes, per GPU, one direction; 10 µs a hop | NVLink 4 (900 GB/s both ways), 400 Gb/s InfiniBand |
 | node | 8 GPUs, 112 cores, 2 TB | DGX H100 |
-| π0.5 | 3.6 B parameters, 0.43 B trained (action expert and heads), 2 cameras and 200 text tokens, 4 denoising steps of 2 ms + 0.1 ms a row, prefix 8 ms + {PI05_PREFIX:.1f} ms a row | preset `pi05`; 2 FLOPs a parameter and token; π0's paper has 2.7 ms a step on an RTX 4090 |
+| π0.5 | 3.6 B parameters, 0.43 B trained (action expert and heads), 2 cameras and 200 text tokens, 4 denoising steps of 2 ms + 0.1 ms a row, prefix 8 ms + {PI05_PREFIX:.1f} ms a row | preset `pi05`; 2 FLOPs a parameter and token; step and prefix bases are assumptions |
 | OpenVLA-OFT | 7.5 B parameters, LoRA (0.11 B), one camera, 352 tokens, 8 ms + {OFT_PREFIX:.1f} ms a row, training three forwards a sample | preset `openvla-oft`; forward, its recomputation, and gradients through frozen weights |
 | training | π0.5 {1.3 * PI05_PREFIX:.1f} ms, OFT {3 * OFT_PREFIX:.1f} ms a sample and 20 ms a micro-batch of 8, one epoch | the same FLOPs |
 | LIBERO | a process an environment on CPU cores: a chunk of 8 steps 190 ms (lognormal, sigma 0.3) of one core, reset 1 s, 30 chunks an episode, 2 GB | measured here at 64 pixels with software rendering: 170 to 220 ms |
-| ManiSkill | on the policy's GPU: a chunk 120 ms + 1 ms an environment, 10 chunks an episode, 5 GB + 0.03 GB an environment | assumption; ManiSkill's paper reports 30,000 frames/s with rendering on one GPU |
+| ManiSkill | on the policy's GPU: a chunk 120 ms + 1 ms an environment, 10 chunks an episode, 5 GB + 0.03 GB an environment | assumption |
 | host | the costs that the emulator's runs showed on two shared cores | benchmarks/prediction.md; a cluster's are smaller |
 | batch | 8 episodes a GPU, so that the work grows with the machine; GRPO groups of 8 | assumption |
 """
@@ -106,17 +106,17 @@ def study(policy: str, env: str) -> list[str]:
     first = 0.0
     for gpus in SIZES:
         nodes = max(1, gpus // PER_NODE)
-        plans = [p for p in plan(profile(policy, env, SHARED_DRIVER), gpus, nodes, simulated=5, chunk_steps=8000,
+        plans = [p for p in plan(profile(policy, env, SHARED_DRIVER), gpus, nodes, simulated=4, chunk_steps=3000,
                                  seconds=60) if p.prediction]  # fmt: skip
         modes = {mode: next((p for p in plans if p.candidate.mode == mode), None) for mode in
                  ("collocated", "disaggregated", "cells")}  # fmt: skip
-        today = plan(profile(policy, env), gpus, nodes, simulated=4, chunk_steps=4000, seconds=60)[0]
+        today = min(plans[0].samples_per_s, 1e3 / HOST.prepare_ms_per_sample)
         best = plans[0]
         first = first or best.samples_per_s / gpus
         lines.append(
             f"| {gpus:,} | {_cell(modes['collocated'])} | {_cell(modes['disaggregated'])} | {_cell(modes['cells'])} | "
             f"{best.candidate.mode}, {100 * best.samples_per_s / gpus / first:.0f}% | {best.limiting} | "
-            f"{_cell(today)} | {best.candidate.device_gb:.0f} |"
+            f"{today:,.0f} | {best.candidate.device_gb:.0f} |"
         )
     return [*lines, ""]
 

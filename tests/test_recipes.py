@@ -1,4 +1,4 @@
-"""Every recipe in both profiles: it composes, it is valid, its policy takes its options. No Ray, no simulator, no GPU."""
+"""Every recipe in both profiles: it composes, it is valid, and its policy takes its options."""
 
 from __future__ import annotations
 
@@ -175,3 +175,12 @@ def test_the_records_are_of_the_recipes_environments():
     assert record.cameras == ["base_camera", "hand_camera"] and record.state_dim == 20
     assert record.action.kind == "quantiles" and "{state}" in record.prompt
     assert load_processing("pi0-nano", processing="libero").action.kind == "mean_std"
+
+
+def test_a_checkpoint_takes_an_environments_record_by_name_too(tmp_path):
+    """At the image size and with the statistics of the preset that the directory was built as."""
+    build_policy("openvla-nano", load_processing("openvla-nano", processing="maniskill")).save(tmp_path)
+    told = {"processing": "libero", "tokenizer": tmp_path}
+    record = load_processing(tmp_path, **told)
+    assert record.cameras == ["agentview", "wrist"] and record.image_size == (64, 64)
+    assert policy_summary(tmp_path, **told)["cameras"] == "agentview, wrist"

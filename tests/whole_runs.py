@@ -36,6 +36,17 @@ def gaussian(third_party, tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="session")
+def toy_record(tmp_path_factory):
+    """The third-party environment's processing record, as a file: for policies whose weights start fresh."""
+    from vla3_plugin.policies.processing import Normalisation, Processing
+
+    directory = tmp_path_factory.mktemp("toy_record")
+    as_it_is = Normalisation("identity")
+    Processing(["front"], (64, 64), state_dim=2, action_dim=1, state=as_it_is, action=as_it_is).save(directory)
+    return directory / "processing.json"
+
+
 def marked(tag):
     """Living processes whose environment carries ``tag``: everything a run started, however it is parented now."""
     found = []

@@ -81,10 +81,12 @@ def before_start(config: DictConfig) -> None:
         _fail(faults)
     from vla3_plugin.placement import resolve
 
-    placement, faults = resolve.place(config, vla3)
+    placement, unplaced = resolve.place(config, vla3)
     if placement is not None:
         resolve.derive(config, vla3, placement)
-    faults += config_cross.faults(config, vla3)
+    faults = unplaced + config_cross.faults(config, vla3)
+    if unplaced:  # nothing that follows from it can be said
+        _fail(faults)
     _derive(config, vla3)
     faults += _stray_paths(config)
     from vla3_plugin.trainer.preflight import announce, preflight
@@ -137,6 +139,7 @@ def _derive(config: DictConfig, vla3: VLA3Config) -> None:
             if config.trainer.device == "cpu":
                 ray_init.num_gpus = needed.gpus
             ray_init.include_dashboard = False
+            ray_init.address = "local"  # or Ray would join whatever cluster it finds on this machine
     OmegaConf.resolve(config)  # the resolvers of profile.py exist in this process alone
     os.environ.setdefault("TENSORBOARD_DIR", os.path.join(config.vla3.run_dir, "tensorboard"))
 

@@ -40,7 +40,7 @@ def resolve_profile() -> str:
 
 
 def policy_choice(published: str) -> str:
-    """Of a family's configs (``configs/policy/FAMILY``): ``nano`` on a CPU, else the settings ``published`` for this."""
+    """Of a family's configs (``configs/policy/FAMILY``): ``nano`` on a CPU, else the ``published`` settings."""
     return "nano" if resolve_profile() == "cpu" else published
 
 

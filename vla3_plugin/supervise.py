@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import secrets
 import signal
@@ -19,45 +20,71 @@ from typing import Any
 from omegaconf import DictConfig
 
 STOP_FILE = "stop"  # in the run directory: asks the trainer to end, with a checkpoint
+LOCK_FILE = ".lock"  # there too: held by a run's supervisor and driver while one of them lives
 TAG, SWITCH = "VLA3_RUN_TAG", "VLA3_SUPERVISE"  # SWITCH=0: run in this process, for debuggers
 GRACE_S = 25.0  # from the first signal to the hard end
 _HARD_S = 8.0  # from asking the child's process to end to killing it
 _LEFT_S = 5.0  # for Ray's processes to end by themselves
+_LOCK_S = 15.0  # for the run before, which may be ending
 _REFUSED = 2  # the exit status of a run that could not start: starting it again would not help
 _PR_SET_PDEATHSIG = 1
 
 
 def supervise(config: DictConfig) -> None:
     """Returns in the child, where the run goes on; in the calling process it ends with the run's exit status."""
-    stop = Path(config.vla3.run_dir) / STOP_FILE
+    stop, checkpoints = Path(config.vla3.run_dir) / STOP_FILE, Path(config.trainer.default_local_dir)
+    _lock(Path(config.vla3.run_dir))
     stop.unlink(missing_ok=True)
     if os.environ.get(SWITCH) == "0" or not hasattr(os, "fork"):
         return
     os.environ[TAG] = secrets.token_hex(8)
-    began, status, signalled = time.time(), 0, None
+    before, status, watch = _checkpoints(checkpoints), 0, _Watch(stop)
     for attempt in range(int(config.vla3.max_restarts) + 1):
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
         child = os.fork()
         if child == 0:
+            watch.forget()
             _become_child()
-            if attempt and _has_checkpoint(Path(config.trainer.default_local_dir), began):
+            # what this run has saved, and not what an older one has that it did not resume from
+            if attempt and _checkpoints(checkpoints) - before:
                 config.trainer.resume_mode = "auto"
             return
-        status, signalled = _Watch(child, stop).until_it_ends()
+        status = watch.until_it_ends(child)
         left = _sweep(os.environ[TAG], wait_s=_LEFT_S)
         if left:
-            print(f"vla3: ended {left} processes that the run had left behind", file=sys.stderr, flush=True)
-        if status in (0, _REFUSED) or signalled is not None or attempt == config.vla3.max_restarts:
+            _say(f"ended {left} processes that the run had left behind")
+        if status in (0, _REFUSED) or watch.signalled is not None or attempt == config.vla3.max_restarts:
             break
-        print(
-            f"vla3: the run ended with status {status}; restart {attempt + 1} of vla3.max_restarts = "
-            f"{config.vla3.max_restarts}",
-            file=sys.stderr,
-            flush=True,
-        )
+        restarts = f"restart {attempt + 1} of vla3.max_restarts = {config.vla3.max_restarts}"
+        _say(f"the run ended with status {status}; {restarts}")
     stop.unlink(missing_ok=True)
-    os._exit(status if signalled is None else 128 + signalled)  # hydra's and ray's exit handlers are the child's
+    # hydra's and ray's exit handlers are the child's
+    os._exit(status if watch.signalled is None else 128 + watch.signalled)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # who listened has gone: a closed terminal, a ``tee`` that was interrupted too
+        print(f"vla3: {text}", file=sys.stderr, flush=True)
+
+
+def _lock(run_dir: Path) -> None:
+    """Refuse a second run in the same directory: each would clear away what the other is about to save."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    handle = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)  # closed when its last process ends
+    deadline = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                _say(f"vla3.run_dir: another run is under way in {run_dir}; stop it first, or name another directory")
+                raise SystemExit(_REFUSED) from None
+            time.sleep(0.2)
+        except OSError:  # a file system without locks
+            return
 
 
 def _become_child() -> None:
@@ -67,34 +94,38 @@ def _become_child() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _has_checkpoint(root: Path, since: float) -> bool:
-    """Whether this run has saved: a directory may hold an older run's checkpoints, which it did not resume from."""
-    return any(path.stat().st_mtime >= since for path in root.glob("global_step_*"))
+def _checkpoints(root: Path) -> set[tuple[str, int, int]]:
+    """Those below ``root``, one that was replaced told from the one before; no clock is asked."""
+    return {(path.name, (at := path.stat()).st_ino, at.st_mtime_ns) for path in root.glob("global_step_*")}
 
 
 class _Watch:
-    """Waits for the child and passes a user's wish to stop on to it, first politely."""
+    """Waits for the child and passes a user's wish to stop on to it, first politely.
 
-    def __init__(self, child: int, stop: Path) -> None:
-        self.child, self.stop = child, stop
-        self.signalled: int | None = None
-        self.hard_at = float("inf")
-        self.kill_at = float("inf")
+    It hears signals from its making on, also between two children and while leftovers are ended.
+    """
 
-    def until_it_ends(self) -> tuple[int, int | None]:
-        """(the child's exit status, the signal that this process got)."""
-        before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            while True:
-                pid, status = os.waitpid(self.child, os.WNOHANG)
-                if pid:
-                    code = os.waitstatus_to_exitcode(status)
-                    return (code if code >= 0 else 128 - code), self.signalled
-                self._hurry()
-                time.sleep(0.2)
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def __init__(self, stop: Path) -> None:
+        self.stop = stop
+        self.signalled: int | None = None  # the first signal that this process got
+        self.hard_at = self.kill_at = float("inf")
+        self._before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+            self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._on_signal)
+
+    def forget(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def until_it_ends(self, child: int) -> int:
+        """The child's exit status."""
+        while True:
+            pid, status = os.waitpid(child, os.WNOHANG)
+            if pid:
+                code = os.waitstatus_to_exitcode(status)
+                return code if code >= 0 else 128 - code
+            self._hurry(child)
+            time.sleep(0.2)
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         now = time.monotonic()
@@ -102,19 +133,18 @@ class _Watch:
             self.signalled, self.hard_at = number, now + GRACE_S
             with contextlib.suppress(OSError):
                 self.stop.touch()
-            text = f"vla3: stopping at the next safe point; at once after {GRACE_S:g} s, or if asked again"
-            print(text, file=sys.stderr, flush=True)
+            _say(f"stopping at the next safe point; at once after {GRACE_S:g} s, or if asked again")
         else:
             self.hard_at = now
 
-    def _hurry(self) -> None:
+    def _hurry(self, child: int) -> None:
         now = time.monotonic()
         if now >= self.hard_at:
             self.hard_at, self.kill_at = float("inf"), now + _HARD_S
-            os.kill(self.child, signal.SIGTERM)
+            os.kill(child, signal.SIGTERM)
         if now >= self.kill_at:
             self.kill_at = float("inf")
-            os.kill(self.child, signal.SIGKILL)
+            os.kill(child, signal.SIGKILL)
 
 
 def _sweep(tag: str, wait_s: float) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -24,7 +25,7 @@ from vla3_plugin.placement.plan_costs import (
 from vla3_plugin.placement.profile_file import EnvProfile, Hardware, PolicyProfile, Profile, read_profile
 from vla3_plugin.placement.simulate import simulate
 from vla3_plugin.placement.simulate_model import HostCosts
-
+from vla3_plugin.placement.spec import Cluster, resolve
 
 quick = partial(plan, simulated=4, chunk_steps=1500)
 
@@ -86,8 +87,8 @@ def test_more_cells_never_send_less_across_in_all_and_a_rank_never_more_than_twi
 
 def test_it_answers_for_1024_gpus_in_under_twenty_seconds_and_names_what_limits():
     start = time.process_time()
-    plans = plan(profile(), 1024, 128)
-    assert time.process_time() - start < 20
+    plans = plan(profile(), 1024, 128, seconds=120)  # of this machine's time, whatever else it does
+    assert time.process_time() - start < 20, "processor time"
     best = plans[0]
     assert best.prediction is not None and best.limiting in ("env", "rollout", "learner")
     assert {p.candidate.mode for p in plans if p.prediction} == {"collocated", "disaggregated", "cells"}
@@ -132,8 +133,8 @@ def test_a_part_of_a_large_cluster_stands_for_the_whole():
 def test_what_the_one_driver_does_for_every_sample_does_not_scale():
     """At 1 ms a sample nothing trains on more than 1,000 a second, however many devices there are."""
     slow_driver = HostCosts(prepare_ms_per_sample=1.0)
-    assert quick(profile(host=slow_driver), 256, 32)[0].samples_per_s <= 1001
-    assert quick(profile(), 256, 32)[0].samples_per_s > 2000
+    assert quick(profile(host=slow_driver), 64, 8, episodes=256)[0].samples_per_s <= 1001
+    assert quick(profile(), 64, 8, episodes=256)[0].samples_per_s > 1500
 
 
 @pytest.mark.parametrize("gpu", [False, True])
@@ -201,3 +202,21 @@ def test_a_damaged_profile_is_refused_by_field(tmp_path, change, said):
     (tmp_path / "p.json").write_text(json.dumps(data))
     with pytest.raises(ValueError, match=said):
         read_profile(tmp_path / "p.json")
+
+
+@pytest.mark.parametrize("gpus, nodes", [(8, 1), (16, 2), (64, 8)])
+def test_every_plan_can_be_placed_with_as_many_learner_ranks_on_each_of_its_nodes(gpus, nodes):
+    cluster, seen = Cluster((gpus // nodes,) * nodes), set()
+    for found in quick(profile(), gpus, nodes):
+        layout, mode = found.candidate.work.layout, found.candidate.mode
+        if (layout.ranks, mode) in seen:
+            continue
+        seen.add((layout.ranks, mode))
+        overrides = dict(o.strip("'").split("=", 1) for o in found.to_dict()["config"])
+        ratio = overrides.get("vla3.placement.ratio", "").strip('"') or None
+        placed = resolve(cluster, mode="collocated" if layout.shared else "disaggregated", ratio=ratio,
+                         ratio_per_node=mode == "cells")  # fmt: skip
+        counts = Counter(p.node for p in placed.components["actor"])
+        assert sum(counts.values()) == layout.ranks and len(set(counts.values())) == 1
+        assert len(placed.components["rollout"]) == layout.replicas
+    assert len(seen) >= 2

@@ -167,6 +167,16 @@ def test_roles_that_share_a_device_are_counted_once(monkeypatch):
     assert bundle_cpus(found, (0, 0)) == 3
 
 
+def test_env_workers_that_are_asked_for_are_spread_over_the_devices_that_a_ratio_gives():
+    run, vla3 = config(ratio="rollout:actor = 3:1", node_gpus=[4])
+    vla3.env.workers = 7
+    found, _ = place(run, vla3)
+    derive(run, vla3, found)
+    run.vla3 = OmegaConf.structured(vla3)
+    assert vla3.env.workers == 9  # three on each of three
+    assert placement_of(run) == found
+
+
 def test_a_rollout_that_is_uneven_over_nodes_counts_its_workers():
     run, *_ = derived(component_placement={"actor": "2-3", "env,rollout": "0-1,4"}, node_gpus=[4, 2])
     assert (run.actor_rollout_ref.rollout.n_gpus_per_node, run.actor_rollout_ref.rollout.nnodes) == (3, 1)
@@ -184,8 +194,9 @@ def test_a_rollout_that_is_uneven_over_nodes_counts_its_workers():
     ],
 )
 def test_a_placement_that_cannot_run_is_a_fault(options, reason):
-    _, faults = place(*config(**options))
-    assert len(faults) == 1 and reason in faults[0]
+    run, vla3 = config(**options)
+    found, faults = place(run, vla3)
+    assert found is None and len(faults) == 1 and reason in faults[0]
 
 
 def test_a_cluster_that_is_joined_has_to_be_described(monkeypatch):

@@ -186,7 +186,7 @@ REFUSED = {
     "ratio twice": ([4], {}, {"ratio": "actor:actor = 1:1"}, "names a component twice"),
     "ratio and place": ([4], {"actor": 0}, {"ratio": "rollout:actor = 3:1"}, "actor is in component_placement too"),
     "nothing left": ([2], {"actor": "all"}, {"ratio": "rollout:env = 1:1"}, "2 parts do not divide 0 devices; use 2"),
-    "nothing left to share": ([2], {"actor": "all"}, {"mode": "collocated"}, "rollout gets no device"),
+    "nothing left to share": ([2], {"actor,env": "all"}, {"mode": "disaggregated"}, "rollout gets no device"),
 }  # fmt: skip
 
 
@@ -210,6 +210,14 @@ def test_an_impossible_placement_is_refused_with_the_reason(name):
         ([8], {"mode": "collocated", "component_placement": {"env": "2-3:0-7"}}, "collocated", "2-3", "2-3", "2-3"),
         ([8], {"mode": "hybrid"}, "hybrid", "0-7", "4-7", "0-3"),
         ([8], {"mode": "hybrid", "ratio": "env:rollout = 1:3"}, "hybrid", "0-7", "2-7", "0-1"),
+        (
+            [8],
+            {"mode": "disaggregated", "component_placement": {"actor": "0-1", "rollout": "2-5"}},
+            "disaggregated",
+            "0-1",
+            "2-5",
+            "2-5",
+        ),
         ([8], {"ratio": "rollout:actor=3:1"}, "disaggregated", "6-7", "0-5", "0-5"),
         ([8], {"mode": "auto", "ratio": "env : rollout : actor = 2:1:1"}, "disaggregated", "6-7", "4-5", "0-3"),
     ],

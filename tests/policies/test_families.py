@@ -165,6 +165,15 @@ def test_the_learner_finds_the_rollouts_likelihoods_whatever_is_in_the_batch(pre
     torch.testing.assert_close(again.logprob, chunk.logprob[order], atol=tolerance, rtol=0)
 
 
+def test_a_learner_that_recomputes_activations_acts_the_same(preset):
+    policy = spread(small(preset, dropout=0.5)).eval()
+    inputs = policy.prepare(observations(3))
+    expected = policy.act(inputs, keys(3), "train")
+    policy.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    found = policy.act(inputs, keys(3), "train")
+    assert torch.equal(found.actions, expected.actions) and torch.equal(found.logprob, expected.logprob)
+
+
 def test_cloning_in_training_mode_has_its_dropout(preset):
     policy = spread(small(preset, dropout=0.5))
     batch = {**policy.prepare(observations(3)), "actions": torch.zeros(3, policy.horizon, 3)}

@@ -16,6 +16,7 @@ from policies.test_families import SMALL, small
 from tensordict import TensorDict
 from torch import Tensor
 from toy_env import SPEED, ToyEnv
+from verl.utils import tensordict_utils as tu
 
 from vla3_plugin.algorithms import advantages as adv
 from vla3_plugin.algorithms import granularity, losses
@@ -36,14 +37,21 @@ class BetweenTheDots(ToyEnv):
     """The hand begins halfway between the dots; a step's reward is the share of the way to the right dot that it
     closes, so that an episode that arrives earns 1.
 
-    Whoever does not read the instruction earns 0 at best, on average over both tasks: together the ways to the dots
-    cannot become shorter than they are at the start. Nothing but the instruction says which task it is.
+    Which of two opposite dots is right is said by the instruction alone or, ``told`` being false, by the image alone:
+    then the task is always the red one, and the dots change places. Whoever does not read, or look, earns 0 at best on
+    average: together the ways to the two dots cannot become shorter than they are at the start.
     """
+
+    def __init__(self, told: bool = True, **options: Any) -> None:
+        super().__init__(**options, ignore_terminations=True)
+        self._told = told
 
     def reset(self, slot: int, episode: Episode) -> Observation:
         super().reset(slot, episode)
         now: Any = self._slots[slot]
         now.hand, now.dots = np.zeros(2), np.stack([START, -START])
+        if not self._told:
+            now.dots, now.task = now.dots * (1 - 2 * now.task), 0
         now.goal = now.dots[now.task]
         return self._observe(slot)
 
@@ -76,7 +84,8 @@ GRPO: dict[str, Any] = dict(adv_type="grpo", loss_type="actor", group_size=16, c
 ACTION: dict[str, Any] = dict(reward_type="action", logprob_type="action")
 TOKEN: dict[str, Any] = dict(reward_type="action", logprob_type="token")
 CASES = {
-    "pi0-nano": Case(dict(sde_mode="mixed", noise_level=0.8, value_level="action"), {**PPO, **ACTION}),
+    "pi0-nano": Case(dict(sde_mode="mixed", noise_level=0.8, value_level="action"), {**PPO, **ACTION},
+                     iterations=20),
     "pi05-nano": Case(dict(method="flow_noise", sde_mode="joint", noise_std_min=0.2, noise_std_max=0.6),
                       {**GRPO, **TOKEN}, steps=4, lr=3e-3, iterations=20),
     "gr00t-n1.5-nano": Case(dict(sde_mode="joint", noise_level=0.8, value_level="action"), {**PPO, **ACTION}),
@@ -100,9 +109,7 @@ def build(preset: str, seed: int = 0) -> VLAPolicy:
 # the loop
 
 
-def roll_out(
-    policy: VLAPolicy, env: ToyEnv, start: int, group_size: int, seed: int
-) -> tuple[dict[str, Tensor], float]:
+def roll_out(policy: VLAPolicy, env: ToyEnv, start: int, group_size: int, seed: int) -> tuple[dict[str, Tensor], float]:
     """Samples [N, ...] of ``EPISODES`` episodes, the first of them number ``start``, and the mean return."""
     plan = [Episode(e, e // group_size % 2, 0, 0, e // group_size) for e in range(start, start + EPISODES)]
 
@@ -160,11 +167,11 @@ def loss_of(policy: VLAPolicy, data: dict[str, Tensor], a: AlgorithmConfig) -> T
     return loss
 
 
-def train(preset: str, seed: int = 0) -> list[float]:
+def train(preset: str, seed: int = 0, told: bool = True) -> list[float]:
     """The mean return of each iteration's episodes, before its updates."""
     case = CASES[preset]
     a, policy, shuffle = AlgorithmConfig(**case.algorithm), build(preset, seed), torch.Generator().manual_seed(seed)
-    env = BetweenTheDots(num_slots=EPISODES, max_steps=case.steps, size=32, ignore_terminations=True)
+    env = BetweenTheDots(told, num_slots=EPISODES, max_steps=case.steps, size=32)
     optimizer = torch.optim.Adam(policy.parameters(), lr=case.lr)
     returns = []
     for iteration in range(case.iterations):
@@ -186,9 +193,44 @@ def train(preset: str, seed: int = 0) -> list[float]:
 @pytest.mark.parametrize("preset", CASES)
 def test_every_family_learns_to_follow_the_instruction(preset):
     returns = train(preset)
-    assert np.mean(returns[:2]) < 0.1
-    assert np.mean(returns[-3:]) > 0.4  # a policy that does not read stays below 0: see the environment
+    assert np.mean(returns[:2]) < 0.15
+    assert np.mean(returns[-3:]) > 0.35  # who does not read stays below 0; the mean of 192 episodes is good to 0.03
+
+
+@pytest.mark.slow
+def test_what_is_in_the_image_is_learned_too():
+    returns = train("pi0-nano", told=False)
+    assert np.mean(returns[:2]) < 0.15 and np.mean(returns[-3:]) > 0.3
 
 
 def test_every_family_is_made_to_learn():
     assert CASES.keys() == SMALL.keys()
+
+
+@pytest.mark.parametrize("preset", CASES)
+def test_the_trainer_takes_the_loops_gradient(preset):
+    """From the same samples, its advantages and its objective in two micro-batches: what the loop computes at once."""
+    case, policy = CASES[preset], build(preset)
+    a = AlgorithmConfig(**case.algorithm)
+    env = BetweenTheDots(num_slots=EPISODES, max_steps=case.steps, size=32)
+    data, _ = roll_out(policy, env, 0, a.group_size, seed=0)
+    with torch.no_grad():  # ratios of 1 would hide the old log-probs
+        for parameter in policy.parameters():
+            parameter += 0.003 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    expected = loss_of(policy, with_advantages(data, a), a)
+    expected.backward()
+    plain = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
+    policy.zero_grad()
+    found, _ = trainer_batch.advantages(data, a, case.steps)
+    whole = TensorDict({**data, **found}, batch_size=len(data["valid"]))
+    objective, total = Objective(a), 0.0
+    counts = {f"{name}_count": count for name, count in objective.counts(whole).items()}
+    for part in (whole[:50], whole[50:]):
+        tu.assign_non_tensor(part, **counts)
+        loss, _ = objective(policy(fields.policy_batch(part), task="evaluate"), part)
+        loss.backward()
+        total += loss.item()
+    assert total == pytest.approx(expected.item(), rel=1e-4, abs=1e-6)
+    assert sum(g.abs().sum() for g in plain.values()) > 0
+    for name, gradient in plain.items():
+        torch.testing.assert_close(policy.get_parameter(name).grad, gradient, atol=1e-5, rtol=1e-3, msg=name)

@@ -42,7 +42,7 @@ class Fragile(ToyEnv):
         super().close()
 
 
-def run(bad, envs=2, slots=3, at="chunk", left=None, limits=None, episodes=60):
+def run(bad, envs=2, slots=3, at="chunk", left=None, limits=None, episodes=60, group_size=1):
     events, made, limits = [], [], limits or Limits()
 
     def make():
@@ -51,7 +51,7 @@ def run(bad, envs=2, slots=3, at="chunk", left=None, limits=None, episodes=60):
 
     supervised = [SupervisedEnv(make, limits, events.append) for _ in range(envs)]
     interaction = Interaction(supervised, prepare, act, seed=3, attempts=limits.attempts)
-    plan = [Episode(i, i % 2, 0, 100 + i, i) for i in range(episodes)]
+    plan = [Episode(i, i % 2, 0, 100 + i, i // group_size) for i in range(episodes)]
     source = EpisodeQueue([Assignment(e) for e in plan], closed=True)
     played, given_up = {}, []
     try:
@@ -94,6 +94,18 @@ def test_two_bad_episodes_side_by_side_take_no_third_one_with_them():
     played, given_up, _, _ = run({0, 3}, 1, 6)
     assert sorted(given_up) == [0, 3]
     assert len(played) == 58
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_group_whose_initial_state_takes_simulators_down_is_given_up_and_not_taken_for_a_broken_simulator(slots):
+    played, given_up, events, _ = run(set(range(8, 16)), 1, slots, group_size=8)
+    assert sorted(given_up) == list(range(8, 16)) and len(played) == 52
+    assert len(events) < Limits().failures, "siblings are not played once one of them was given up"
+
+
+def test_with_a_single_attempt_nobody_is_given_up_for_what_a_neighbour_did():
+    played, given_up, _, _ = run({13}, 2, 4, limits=Limits(attempts=1))
+    assert given_up == [13] and len(played) == 59
 
 
 def test_a_simulator_that_always_fails_ends_the_run_and_says_so():

@@ -63,6 +63,7 @@ def test_finished_episodes_survive_with_their_versions_and_counters():
     assert [(g.index, len(g.trajectories)) for g in again.started.values()] == [(3, 1)]
     assert again.replay == [4] and again.next_group == 6
     assert again.dropped == {"quarantined": 1, "stale": 3}
+    assert again.dropped_groups == [5], "the ledger has yet to hear of it"
     assert again.admitted == 2, "the bound on what the rest of the run will play counts them"
 
 

@@ -4,10 +4,8 @@ import importlib.util
 import math
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
-from vla3_plugin.policies.processing import Normalisation, Processing
 from vla3_plugin.policies.registry import load_policy
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -30,34 +28,36 @@ def needs(module):
     return pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"{module} is not installed")
 
 
-def check(run, preset, processing, moving):
-    """Two steps with finite numbers, log-probs alike on both sides, and ``moving`` parameters that moved."""
+def check(run, moving, preset, **options):
+    """Two steps with finite numbers, log-probs alike on both sides, and ``moving`` parameters that moved a little from
+    those that ``preset`` with ``options`` starts with."""
     assert run.status == 0, run.output[-3000:]
     assert [row["step"] for row in run.metrics] == [1, 2]
     for row in run.metrics:
         wrong = {key: value for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
         assert not wrong
         assert row["actor/grad_norm"] > 0
-        assert row["rollout/logprob_diff_max"] < 1e-4
+    assert run.metrics[0]["rollout/logprob_diff_max"] < 1e-4
     trained = load_file(run.directory / "checkpoints" / "global_step_2" / "policy" / "model.safetensors")
-    fresh = load_policy(preset, processing=processing).state_dict()
+    fresh = load_policy(preset, **options).state_dict()
     assert trained.keys() == fresh.keys()
-    assert all(tensor.isfinite().all() for tensor in trained.values())
-    moved = {name for name in fresh if not torch.equal(trained[name], fresh[name])}
+    moved = {name: (trained[name] - fresh[name]).abs().max().item() for name in fresh}
+    assert all(way < 0.01 for way in moved.values()), "other weights than those it started with, or not finite"
     for part in moving:
-        assert any(part in name for name in moved), f"{part}: no parameter of it moved"
+        assert any(way > 0 for name, way in moved.items() if part in name), f"{part}: no parameter of it moved"
 
 
 @needs("mani_skill")
 def test_pi05_trains_with_ppo_on_maniskill_on_three_clocks(launch, tmp_path):
     run = launch(tmp_path / "run", *SHORT, *PICKCUBE, recipe="vla3_maniskill_pi05")
-    check(run, "pi05-nano", "maniskill", ["pi05.vlm.", "pi05.expert.", "value_head."])
+    check(run, ["pi05.vlm.", "pi05.expert.", "value_head."], "pi05-nano", processing="maniskill")
 
 
 @needs("mani_skill")
 def test_openvla_oft_trains_with_ppo_on_maniskill_on_one_clock(launch, tmp_path):
     run = launch(tmp_path / "run", *SHORT, *PICKCUBE, *SYNCHRONOUS, recipe="vla3_maniskill_openvla_oft")
-    check(run, "openvla-oft-nano", "maniskill", ["language_model.", "vision_backbone.", "value_head."])
+    moving = ["language_model.", "vision_backbone.", "value_head."]
+    check(run, moving, "openvla-oft-nano", processing="maniskill", value_level="action")
 
 
 @needs("libero")
@@ -66,18 +66,7 @@ def test_gr00t_trains_with_ppo_on_libero_on_one_clock(launch, tmp_path):
         tmp_path / "run", *SHORT, *SYNCHRONOUS, "data.train_batch_size=2", "vla3.env.shards_per_worker=1",
         "+vla3.env.options.max_steps=16", recipe="vla3_libero_gr00t",
     )  # fmt: skip
-    check(run, "gr00t-n1.5-nano", "libero", ["gr00t.backbone.", "gr00t.action_head.", "value_head."])
-
-
-@pytest.fixture(scope="module")
-def toy_record(tmp_path_factory):
-    """The processing record of the toy environment, as a file."""
-    directory = tmp_path_factory.mktemp("toy_record")
-    Processing(
-        cameras=["front"], image_size=(64, 64), state_dim=2, action_dim=1, state=Normalisation("identity"),
-        action=Normalisation("identity"), max_tokens=36,
-    ).save(directory)  # fmt: skip
-    return directory / "processing.json"
+    check(run, ["gr00t.backbone.", "gr00t.action_head.", "value_head."], "gr00t-n1.5-nano", processing="libero")
 
 
 def test_openvla_trains_with_grpo_on_a_toy_on_three_clocks(launch, toy_record, tmp_path):
@@ -86,4 +75,4 @@ def test_openvla_trains_with_grpo_on_a_toy_on_three_clocks(launch, toy_record, t
         "vla3.env.shards_per_worker=1", "data.train_batch_size=8", "+vla3.env.options.max_steps=8",
         f"actor_rollout_ref.model.options.processing={toy_record}", recipe="vla3_maniskill_openvla",
     )  # fmt: skip
-    check(run, "openvla-nano", toy_record, ["language_model.", "vision_backbone."])
+    check(run, ["language_model.", "vision_backbone."], "openvla-nano", processing=toy_record)

@@ -85,7 +85,8 @@ def test_a_version_that_a_dying_worker_did_not_take_is_sent_again_once_it_is_bac
     plane.gate.set()
     plane.error = ConnectionError("receiver closed the connection")
 
-    def recovered(start):
+    def recovered(start, asked):
+        assert asked > start, "a failure is looked into from its own time on"
         plane.error = None
         return True
 

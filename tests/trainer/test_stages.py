@@ -54,6 +54,28 @@ def test_all_stages_at_lag_0_learn_what_the_synchronous_run_learns(synchronous, 
     assert all(row["staleness/max"] == 0 for row in run.metrics)
 
 
+def test_a_token_policy_at_lag_0_learns_what_it_learns_synchronously(launch, toy_record, tmp_path):
+    """OpenVLA-OFT's nano policy from fresh weights; tokens are discrete, so other weights would play other episodes."""
+    tokens = [
+        "vla3.env.name=toy", "~vla3.env.options.task", "vla3.env.envs_per_shard=3", "data.train_batch_size=16",
+        f"actor_rollout_ref.model.options.processing={toy_record}", "vla3.algorithm.num_mini_batches=2",
+        "trainer.test_freq=-1",
+    ]  # fmt: skip
+    one, three = (
+        launch(tmp_path / name, *tokens, *GRPO, *SAME, *SHORT, *more, recipe="vla3_maniskill_openvla_oft")
+        for name, more in (
+            ("synchronous", ["vla3/stages@_global_=synchronous"]),
+            ("asynchronous", [
+                "vla3.stages.training.max_staleness=0", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=10"
+            ]),
+        )
+    )  # fmt: skip
+    assert_same_policy(weights(one), weights(three))
+    for mine, other in zip(one.metrics, three.metrics, strict=True):
+        assert other["staleness/max"] == 0
+        assert mine["env/return/mean"] == pytest.approx(other["env/return/mean"], abs=1e-6)
+
+
 def test_two_learner_ranks_with_uneven_micro_batches_learn_what_one_learns(synchronous, launch, line, tmp_path):
     """Micro-batches of 7 on two FSDP ranks, with a rest that does not divide: padded, and none waits for the other."""
     run = launch(

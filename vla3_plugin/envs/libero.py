@@ -49,7 +49,7 @@ class LiberoEnv:
         max_steps: control steps until truncation, without the settling steps. None: the published limit of the suite.
         camera_size: height and width of every image in pixels.
         cameras: any of "agentview" and "wrist", in this order; empty: no rendering at all.
-        mirrored: show the policy the left-right mirror of every image, which is what public checkpoints were trained on.
+        mirrored: show the policy the left-right mirror of every image, as public checkpoints were trained on them.
             Videos stay as they are.
         settle_steps: control steps of standing still after a reset, while objects drop into place.
         reward: "sparse" gives ``reward_coef`` once, at the episode's first success; "relative" gives +-``reward_coef``

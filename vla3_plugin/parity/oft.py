@@ -12,6 +12,7 @@ from vla3_plugin.parity.openvla import (
     decoding,
     images,
     load,
+    masks,
     prefixed,
     preprocessing,
     readings,
@@ -19,6 +20,8 @@ from vla3_plugin.parity.openvla import (
     vision,
 )
 from vla3_plugin.policies.openvla_oft import OpenVLAOFTPolicy
+
+__all__ = ["NOT_COMPUTED", "masks", "outputs"]
 
 NOT_COMPUTED: dict[str, str] = {}
 
@@ -53,7 +56,7 @@ def _horizon(golden: Golden) -> int:
 
 
 def _upstream(golden: Golden, policy: OpenVLAOFTPolicy, index: int) -> dict[str, Tensor]:
-    """One sample alone."""
+    """One sample alone; its actions are the likeliest tokens of the whole vocabulary, decoded."""
     ids, mask = unpadded(golden, index)
     embeds, mask, later = policy.network.embed(images(golden)[index : index + 1], ids, mask, policy.stop(ids))
     hidden = policy.parallel(embeds, mask, later)
@@ -62,7 +65,7 @@ def _upstream(golden: Golden, policy: OpenVLAOFTPolicy, index: int) -> dict[str,
     found["inputs_embeds"] = torch.cat([embeds, empty, later], dim=1)
     found["mm_attention_mask"] = torch.ones(found["inputs_embeds"].shape[:2], dtype=torch.long)
     found["action_hidden"] = hidden
-    found["actions"] = actions(policy, found["argmax_256_token"])[0]
+    found["actions"] = actions(policy, found["argmax_full"])[0]
     return found
 
 

@@ -19,6 +19,7 @@ from vla3_plugin.parity.golden import Golden, GoldenError
 from vla3_plugin.policies import tokens
 from vla3_plugin.policies.openvla import OpenVLAPolicy
 from vla3_plugin.policies.openvla_base import TokenPolicy
+from vla3_plugin.policies.openvla_images import pillow_13_rows_first, resize_bicubic
 from vla3_plugin.policies.prompts import word_tokenizer
 
 NOT_COMPUTED: dict[str, str] = {}
@@ -35,6 +36,19 @@ def outputs(golden: Golden) -> dict[str, Tensor]:
     if "forced_action_tokens" in golden.inputs:
         found |= prefixed("rlinf_forced.", _forced(golden, policy))
     return found
+
+
+def masks(golden: Golden) -> dict[str, Tensor]:
+    """Of the prepared pixels, those that do not depend on Pillow's version: see ``resize_bicubic``."""
+    raw, name = golden.inputs.get("pre.raw_image_u8"), "pre.pixel_values"
+    if raw is None or name not in golden.outputs:
+        return {}
+    batch, channels, height, width = golden.outputs[name].shape
+    if not pillow_13_rows_first((raw.shape[0], raw.shape[1]), (height, width)):
+        return {}
+    either = [resize_bicubic(raw[None], (height, width), rows_first) for rows_first in (False, True)]
+    same = (either[0] == either[1]).permute(0, 3, 1, 2)
+    return {name: same.repeat(batch, channels // 3, 1, 1)}
 
 
 def _greedy(golden: Golden, policy: OpenVLAPolicy, index: int) -> dict[str, Tensor]:
@@ -57,7 +71,7 @@ def _greedy(golden: Golden, policy: OpenVLAPolicy, index: int) -> dict[str, Tens
     length = golden.outputs[f"greedy.{index}.inputs_embeds"].shape[1]
     found["inputs_embeds"] = torch.cat([embeds, later], dim=1)[:, :length]  # the directory keeps all of it or its start
     found["tokens"] = picked[0]
-    found["actions"] = actions(policy, picked)[0]
+    found["actions"] = actions(policy, picked)[0, 0]
     return found
 
 
@@ -167,11 +181,10 @@ def readings(policy: TokenPolicy, logits: Tensor) -> dict[str, Tensor]:
 
 
 def actions(policy: TokenPolicy, ids: Tensor) -> Tensor:
-    """float64 [B, n / A, A] from token ids [B, n], or [B, A] where there is one action."""
+    """float64 [B, n / A, A] from token ids [B, n]."""
     dim = policy.processing.action_dim
     offsets = tokens.token_offsets(ids, policy.network.sizes.first_token).unflatten(1, (-1, dim))
-    found = policy.processing.offset_actions(offsets)
-    return found[:, 0] if found.shape[1] == 1 else found
+    return policy.processing.offset_actions(offsets)
 
 
 def prefixed(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

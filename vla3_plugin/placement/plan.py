@@ -106,11 +106,10 @@ def plan(
 
 
 def _spread(ranked: list[Candidate], count: int) -> list[Candidate]:
-    """The first few, and the best of every mode, so that each is seen."""
-    chosen = ranked[: max(1, count - 3)]
-    for mode in ("collocated", "disaggregated", "cells"):
-        chosen += [c for c in ranked if c.mode == mode and c not in chosen][:1]
-    return chosen
+    """The best of every mode, so that each is seen, then the next best."""
+    modes = dict.fromkeys(c.mode for c in ranked)
+    chosen = [next(c for c in ranked if c.mode == mode) for mode in modes]
+    return chosen + [c for c in ranked[:count] if c not in chosen][: max(0, count - len(chosen))]
 
 
 def _simulated(chosen: list[Candidate], ranked: list[Candidate], seconds: float, chunk_steps: int) -> list[Plan]:
@@ -118,7 +117,7 @@ def _simulated(chosen: list[Candidate], ranked: list[Candidate], seconds: float,
     for candidate in chosen:
         if time.monotonic() > end:
             break
-        part, factor = scaled_down(candidate.work)
+        part, factor = scaled_down(candidate.work, environments=max(16, chunk_steps // 150))
         episodes = part.schedule.train_batch_size * part.env.mean_chunks
         steps = max(4, min(12, round(chunk_steps / episodes)))
         prediction = simulate(part, steps=steps, warmup=1 + part.schedule.staleness)
@@ -168,11 +167,13 @@ def candidates(profile: Profile, gpus: int, nodes: int, batch: int) -> Iterator[
 
 def _splits(gpus: int, nodes: int) -> Iterator[tuple[str, int]]:
     """(mode, learner ranks)."""
+    per_node = gpus // nodes
     yield "collocated", gpus
     for eighths in range(1, 8):
         ranks = gpus * eighths // 8
         if 0 < ranks < gpus and ranks * 8 == gpus * eighths:
-            yield "disaggregated", ranks
+            if nodes == 1 or ranks % per_node == 0 or ranks <= per_node:  # as many ranks on each of the learner's nodes
+                yield "disaggregated", ranks
             if nodes > 1 and ranks % nodes == 0:
                 yield "cells", ranks
     if gpus < 8:
@@ -204,9 +205,10 @@ def _schedules(profile: Profile, mode: str, shards: int, slots: int, batch: int,
             yield replace(base, pipeline_stage_num=stages)
     if mode == "collocated":
         return
-    for limit in sorted({max(1, rows // 4), max(1, rows // 2), rows}):
+    # the closed form cannot tell these apart, and the first of equals is simulated: the likely best comes first
+    for limit in sorted({max(1, rows // 4), max(1, rows // 2), rows}, reverse=True):
         for wait in (0.0, 5.0):
-            for staleness in (1, 2):
+            for staleness in (2, 1):
                 yield replace(base, interaction=True, streaming=True, training=True, max_batch_size=limit,
                               max_wait_ms=wait, max_staleness=staleness)  # fmt: skip
 

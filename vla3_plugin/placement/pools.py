@@ -113,7 +113,7 @@ class DevicePools:
                 )
 
     def metrics(self) -> dict[str, float]:
-        """By pool: ``<pool>_gb`` is reserved; ``_allocated_gb``, ``_high_water_gb``, ``_budget_gb``, ``_fragmentation``."""
+        """Of each pool ``_gb`` (reserved), ``_allocated_gb``, ``_high_water_gb``, ``_budget_gb`` and fragmentation."""
         found: dict[str, float] = {}
         for pool in self.budgets:
             usage = self._observe(pool)

@@ -36,7 +36,7 @@ def place(config: Any, vla3: VLA3Config) -> tuple[Placement | None, list[str]]:
             "what it prints, or name a ratio or a component_placement"
         ]
     try:
-        placement = _resolve(spec, _cluster(config, spec))
+        placement = _resolve(spec, _cluster(config, spec), vla3.env.workers)
     except SpecError as error:
         return None, error.faults
     faults = [*_shared_faults(config, placement), *_budget_faults(config, spec, placement)]
@@ -69,7 +69,8 @@ def placement_of(config: Any) -> Placement | None:
     if node is None or node.get("node_gpus") is None:
         return None
     spec = PlacementConfig(**OmegaConf.to_container(node, resolve=True))  # type: ignore[arg-type]
-    return _resolve(spec, Cluster(tuple(spec.node_gpus or ()))) if _given(spec) else None
+    cluster, workers = Cluster(tuple(spec.node_gpus or ())), int(config.vla3.env.workers)
+    return _resolve(spec, cluster, workers) if _given(spec) else None
 
 
 def share(placement: Placement) -> int:
@@ -89,7 +90,7 @@ def _given(spec: PlacementConfig) -> bool:
     return bool(spec.component_placement) or spec.mode is not None or spec.ratio is not None
 
 
-def _resolve(spec: PlacementConfig, cluster: Cluster) -> Placement:
+def _resolve(spec: PlacementConfig, cluster: Cluster, env_workers: int) -> Placement:
     return resolve(
         cluster,
         spec.component_placement,
@@ -97,6 +98,7 @@ def _resolve(spec: PlacementConfig, cluster: Cluster) -> Placement:
         ratio=spec.ratio,
         ratio_per_node=spec.ratio_per_node,
         node_groups=spec.node_groups,
+        env_workers=env_workers,
     )
 
 

@@ -114,10 +114,12 @@ class EnvWorker:
 
             since, call = clock.now, Call(clock, len(running) + len(ended))
             way = (host.request_ms + host.request_ms_per_row * call.rows) / 2e3
-            yield way
+            if way:
+                yield way
             self.lane.submit(call)
             yield call.answered
-            yield way
+            if way:
+                yield way
             self._spend("wait:batch", since)
             for run in running.values():
                 run.saw(call.version)
@@ -152,7 +154,7 @@ class EnvWorker:
             episode = self.source.popleft()
             running[slot] = _Run(episode, self.draws.length(episode))
             resets[slot[0]] = resets.get(slot[0], 0.0) + self.draws.reset_ms(episode)  # one by one in a process
-        if resets:
+        if any(resets.values()):
             since = self.clock.now
             yield max(resets.values()) / 1e3
             self._spend("reset", since)
@@ -170,9 +172,10 @@ class EnvWorker:
 
     def _deliver(self, runs: list[_Run]) -> Process:
         for run in runs:
-            since = self.clock.now
-            yield self.work.host.deliver_ms / 1e3
-            self._spend("deliver", since)
+            if self.work.host.deliver_ms:
+                since = self.clock.now
+                yield self.work.host.deliver_ms / 1e3
+                self._spend("deliver", since)
             self.clock.call(self.work.host.report_ms / 1e3, self.delivered, self, run)
 
 

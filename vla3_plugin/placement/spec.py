@@ -39,6 +39,7 @@ def resolve(
     ratio: str | None = None,
     ratio_per_node: bool = False,
     node_groups: Sequence[Any] = (),
+    env_workers: int = 1,
     required: Sequence[str] = COMPONENTS,
 ) -> Placement:
     """One place for every process.
@@ -51,6 +52,8 @@ def resolve(
             no part.
         ratio_per_node: divide the devices of each node by the ratio instead of all at once: every node is a cell.
         node_groups: RLinf's ``cluster.node_groups``.
+        env_workers: at least as many are placed where ``component_placement`` does not place env; as many on every
+            device, and no fewer than there are policy workers.
         required: components without which the run cannot start.
 
     Raises:
@@ -73,7 +76,7 @@ def resolve(
         raise SpecError(faults)
     notes += [f"{name} is not placed: {ELSEWHERE[name]}" for name in placed if name in ELSEWHERE]
     components = {name: placed[name] for name in COMPONENTS if name in placed}
-    components |= _divide(cluster, components, mode, ratio, ratio_per_node)
+    components |= _divide(cluster, components, mode, ratio, ratio_per_node, env_workers)
     _check_roles(cluster, components, required)
     found = _mode_of(components)
     placement = Placement(cluster, found, {n: components[n] for n in COMPONENTS if n in components}, tuple(notes))
@@ -105,7 +108,12 @@ def nearest(placement: Placement) -> list[int]:
 
 
 def _divide(
-    cluster: Cluster, placed: Mapping[str, tuple[Process, ...]], mode: str | None, ratio: str | None, per_node: bool
+    cluster: Cluster,
+    placed: Mapping[str, tuple[Process, ...]],
+    mode: str | None,
+    ratio: str | None,
+    per_node: bool,
+    env_workers: int,
 ) -> dict[str, tuple[Process, ...]]:
     """Places for the components that ``component_placement`` left out."""
     parts = _ratio(ratio) if ratio is not None else {}
@@ -115,13 +123,16 @@ def _divide(
     if not left or (mode in (None, "auto") and not parts):
         return {}
     used = {place for group in placed.values() for p in group for place in p.places}
-    together = mode == "collocated"
-    free = [d for d in cluster.devices if (d in used or not used if together else d not in used)]
+    free = [device for device in cluster.devices if device not in used]
+    if mode == "collocated":  # where the others are
+        free = sorted(used) or cluster.devices
     if not parts and mode == "disaggregated" and "actor" in left:
         raise SpecError([f"{KEY}.mode: disaggregated needs {KEY}.ratio, such as rollout:actor = 3:1, or places"])
     if not parts and mode == "hybrid":
         parts = {name: 1 for name in ("env", "rollout") if name in left}
     chosen = {name: free for name in left}
+    if mode == "disaggregated" and "rollout" in placed:
+        chosen["env"] = sorted({place for p in placed["rollout"] for place in p.places})
     if parts:
         cells = [[d for d in free if d[0] == node] for node in sorted({d[0] for d in free})] if per_node else [free]
         shares: dict[str, list[Device]] = {name: [] for name in parts}
@@ -136,7 +147,7 @@ def _divide(
     for name in left:
         if not chosen[name]:
             raise SpecError([f"{KEY}: {name} gets no device: {cluster}, and component_placement leaves none"])
-        each = max(1, -(-policies // len(chosen[name]))) if name == "env" else 1  # every policy worker is asked
+        each = -(-max(policies, env_workers) // len(chosen[name])) if name == "env" else 1
         places = [device for device in chosen[name] for _ in range(each)]
         result[name] = tuple(Process(rank, node, (device,)) for rank, (node, device) in enumerate(places))
     return result

@@ -44,7 +44,7 @@ class Cluster:
 
     def __str__(self) -> str:
         nodes = f"{len(self.gpus)} node{'s' * (len(self.gpus) != 1)}"
-        return f"{nodes} with {' + '.join(map(str, self.gpus))} GPUs"
+        return f"{nodes} with {' + '.join(map(str, self.gpus))} GPU{'s' * (sum(self.gpus) != 1)}"
 
 
 @dataclass(frozen=True)

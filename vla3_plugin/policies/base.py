@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from vla3_plugin.contract import Observation
@@ -67,12 +68,14 @@ class VLAPolicy(nn.Module):
         """Dropout is for cloning. A stored sample's likelihood must not depend on a mask drawn in the learner, so for
         sampling and evaluation it is off even in training mode; the backward pass, which may recompute, finds it off.
 
-        To be called first by ``act`` and by each task of ``forward``.
+        To be called first by ``act``, where no gradient is taken, and by each task of ``forward``.
         """
         if self.training:  # else it is off everywhere
+            # transformers' layers recompute, and then keep no keys and values, in training mode alone; what drops
+            # something is inside them
+            recomputing = torch.is_grad_enabled()
             for module in self.modules():
-                # transformers' layers recompute in training mode alone; what drops something is inside them
-                recomputed = getattr(module, "gradient_checkpointing", False)
+                recomputed = recomputing and getattr(module, "gradient_checkpointing", False)
                 module.training = active or module is self or recomputed
 
     def describe(self) -> dict[str, Any]:

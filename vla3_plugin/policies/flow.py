@@ -90,7 +90,9 @@ def _at(table: Tensor, step: Step, like: Tensor) -> Tensor:
         return table[index].to(device=like.device, dtype=like.dtype)
     if step.shape != like.shape[:1]:
         raise ValueError(f"step has shape {list(step.shape)}, expected an int or [{like.shape[0]}]")
-    if step.device.type == "cpu" and bool(((step < 0) | (step >= num_steps)).any()):
+    # looked at where looking is free; in a compiled denoising step it would break the graph
+    looks = step.device.type == "cpu" and not torch.compiler.is_compiling()
+    if looks and bool(((step < 0) | (step >= num_steps)).any()):
         raise IndexError(f"steps {step.tolist()} of {num_steps} denoising steps")
     picked = table.to(dtype=like.dtype).to(like.device).index_select(0, step.to(like.device))
     return picked.view(-1, *[1] * (like.dim() - 1))

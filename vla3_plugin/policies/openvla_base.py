@@ -86,7 +86,6 @@ class TokenPolicy(VLAPolicy):
             raise ValueError(f"mode is {mode!r}, expected train or eval")
         if len(noise_keys) != len(inputs["input_ids"]):
             raise ValueError(f"{len(noise_keys)} noise keys for a batch of {len(inputs['input_ids'])}")
-        self._set_dropout(False)
         device = next(self.parameters()).device
         inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}
         gumbel, bins = None, self.network.sizes.bins
@@ -94,6 +93,7 @@ class TokenPolicy(VLAPolicy):
             count = self.policy.executed * self.processing.action_dim
             gumbel = tokens.keyed_gumbel(noise_keys, count, bins).to(device)
         with torch.no_grad():
+            self._set_dropout(False)
             logprobs, offsets, hidden = self._decode(inputs, gumbel)
             offsets = self._chunked(offsets)
             logprob = tokens.token_logprob(self._chunked(logprobs), offsets)

@@ -40,15 +40,25 @@ def _weights(length: int, target: int) -> Tensor:
     return matrix
 
 
-def resize_bicubic(pixels: Tensor, size: tuple[int, int]) -> Tensor:
-    """uint8 [N, H, W, 3] to uint8 [N, *size, 3], equal to ``PIL.Image.resize(..., BICUBIC)``; aspect not kept."""
-    height, width = pixels.shape[1:3]
+def resize_bicubic(pixels: Tensor, size: tuple[int, int], rows_first: bool = False) -> Tensor:
+    """uint8 [N, H, W, 3] to uint8 [N, *size, 3], equal to ``PIL.Image.resize(..., BICUBIC)``; aspect not kept.
+
+    Pillow rounds to 8 bits in between, so the order shows. Every version up to 12 begins with the columns, and so does
+    this whatever Pillow is installed; from 13 on Pillow begins with the rows for some sizes (``pillow_13_rows_first``).
+    """
     x = pixels
-    if width != size[1]:  # columns first, rounded to 8 bits in between, as Pillow does
-        x = _rounded(torch.einsum("ow,nhwc->nhoc", _weights(width, size[1]).to(x.device), x.double()))
-    if height != size[0]:
-        x = _rounded(torch.einsum("oh,nhwc->nowc", _weights(height, size[0]).to(x.device), x.double()))
+    for axis in (1, 2) if rows_first else (2, 1):
+        length, target = x.shape[axis], size[axis - 1]
+        if length != target:
+            weights = _weights(length, target).to(x.device)
+            x = _rounded(torch.einsum("oh,nhwc->nowc" if axis == 1 else "ow,nhwc->nhoc", weights, x.double()))
     return x
+
+
+def pillow_13_rows_first(given: tuple[int, int], size: tuple[int, int]) -> bool:
+    """Whether Pillow 13 resizes the rows before the columns: the height shrinks by over twice what the width does."""
+    (height, width), (rows, columns) = given, size
+    return height > rows and height - rows > 2 * (width - columns)
 
 
 def _rounded(x: Tensor) -> Tensor:

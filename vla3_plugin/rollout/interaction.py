@@ -76,6 +76,7 @@ class Interaction:
         self.attempts = attempts
         self.quarantined: list[Quarantined] = []  # not reported yet
         self.why: dict[int, str] = {}  # the last failure of each simulator
+        self.hopeless: dict[int, str] = {}  # training groups that lost an episode, and so will be dropped whole: why
         self.envs, self.prepare, self.act, self.seed = envs, prepare, act, seed
         self.bootstrap_terminated = bootstrap_terminated
         self.timeline, self.lane = timeline or Timeline("env"), lane
@@ -138,6 +139,10 @@ class Interaction:
                 assignment = source.take(wait=False, alone=not there)
             if assignment is None:
                 continue
+            if assignment.keep and (why := self.hopeless.get(assignment.episode.group_id)) is not None:
+                # its siblings share what took the simulator down; playing them could look like a broken simulator
+                self.quarantined.append(Quarantined(assignment, f"its group was given up: {why}"))
+                continue
             starts.setdefault(env, []).append((slot, assignment))
 
         def reset(env: int) -> tuple[int, dict[Slot, _Running], Assignment | None]:
@@ -175,12 +180,17 @@ class Interaction:
     def _lost(self, env: int, running: dict[Slot, _Running], source: EpisodeQueue, culprits: set[int] | None) -> None:
         """Everything that ran in ``env`` goes back to be played again, or is given up. None: any may be the culprit."""
         again = []
-        for key in sorted(key for key in running if key[0] == env):
+        there = sorted(key for key in running if key[0] == env)
+        for key in there:
             assignment = running.pop(key).assignment
-            if culprits is None or assignment.episode.episode_id in culprits:
+            suspected = culprits is None or assignment.episode.episode_id in culprits
+            if suspected:
                 assignment = replace(assignment, failures=assignment.failures + 1)
-            if assignment.failures >= self.attempts:
+            sure = culprits is not None or len(there) == 1  # with few attempts it has not been alone before
+            if suspected and sure and assignment.failures >= self.attempts:
                 self.quarantined.append(Quarantined(assignment, self.why[env]))
+                if assignment.keep:
+                    self.hopeless[assignment.episode.group_id] = self.why[env]
             else:
                 again.append(assignment)
         source.put_back(again)

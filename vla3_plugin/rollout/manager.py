@@ -169,8 +169,8 @@ class InteractionManager:
         spans = []
         for call in [w.drain_timeline.remote() for w in self.workers]:
             try:
-                spans += ray.get(call, timeout=self.deadline_s)
-            except ray.exceptions.RayActorError:
+                spans += ray.get(call, timeout=self.heartbeat_s)
+            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
                 continue  # it took its spans with it; whether it comes back is the dispatcher's business
         return spans
 
@@ -180,11 +180,8 @@ class InteractionManager:
         self._closed = True
         self._events.put(("close", None))
         self._thread.join(timeout=30)
-        for call in [w.close.remote() for w in self.workers]:
-            try:
-                ray.get(call, timeout=30)
-            except ray.exceptions.RayActorError:
-                continue  # gone, and its simulators with it
+        calls = [w.close.remote() for w in self.workers]
+        ray.wait(calls, num_returns=len(calls), timeout=30)  # one that is gone or hangs must not fail a run that is over
 
     # ---- the dispatching thread ----
 
@@ -208,6 +205,8 @@ class InteractionManager:
                 elif what == "finished":
                     self._report(*item)
                 self._hand_out()
+                for worker in range(len(self.workers)):
+                    self._listen(worker)
                 self._check_heartbeats()
                 self._check_deadline()
         except BaseException as error:
@@ -243,14 +242,14 @@ class InteractionManager:
             return  # it gets everything it should have once it is back
         sent = self.workers[worker].assign.remote([a.to_json() for a in assignments]).future()
         sent.add_done_callback(partial(self._assigned, worker))
-        self._listen(worker)
 
     def _assigned(self, worker: int, future: Any) -> None:
         if future.exception() is not None:
             self._events.put(("lost", (worker, future.exception())))
 
     def _listen(self, worker: int) -> None:
-        if self._listening[worker] is None and self._out[worker] and worker not in self._reviving:
+        """Hold a call, idle or not: a worker that Ray restarts while nobody listens comes back unconnected."""
+        if self._listening[worker] is None and worker not in self._reviving:
             self._listening[worker] = time.monotonic()
             future = self.workers[worker].finished.remote(_POLL_S).future()
             future.add_done_callback(lambda f: self._events.put(("finished", (worker, f))))
@@ -274,7 +273,6 @@ class InteractionManager:
             with self._lock:
                 done = self._done.pop(index)
             done(summary)
-        self._listen(worker)
 
     # ---- a worker that dies ----
 
@@ -320,6 +318,12 @@ class InteractionManager:
                 ray.kill(self.workers[worker], no_restart=False)
 
     def _check_deadline(self) -> None:
+        for worker, since in self._reviving.items():
+            if time.monotonic() - since > self.deadline_s:
+                raise TimeoutError(
+                    f"env worker {worker} was lost and did not come back within vla3.env.deadline_s = "
+                    f"{self.deadline_s} s; look at its stderr"
+                )
         if any(self._out) and time.monotonic() - self._last > self.deadline_s:
             late = {w: sorted(out) for w, out in enumerate(self._out) if out}
             raise TimeoutError(

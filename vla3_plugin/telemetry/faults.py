@@ -27,8 +27,11 @@ class FaultLog:
         line = json.dumps({"time": time.time(), **fault})
         with self._lock:
             self._counts[fault["kind"]] += 1
-            with self.path.open("a") as file:
-                file.write(line + "\n")
+            try:
+                with self.path.open("a") as file:
+                    file.write(line + "\n")
+            except OSError as error:  # a full disk: what was survived must not end the run now
+                fault = {**fault, "why": f"{fault['why']} ({self.path} could not be written: {error})"}
         why = " ".join(str(fault["why"]).split())
         shown = f": {why[:_SHOWN]}{'…' * (len(why) > _SHOWN)}" if why else ""
         print(f"vla3: {fault['kind'].replace('_', ' ')}, {fault['where']}{shown}", file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ is the one that counts (``read_ledger``).
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,10 @@ class Ledger:
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / LEDGER_FILE
+        with contextlib.suppress(OSError, ValueError):  # what a kill or a full disk cut short must not glue to the next
+            text = self.path.read_text()
+            if text and not text.endswith("\n"):
+                self.path.write_text(text[: text.rfind("\n") + 1])
 
     def write(self, step: int, trained: Sequence[int], dropped: Sequence[int]) -> None:
         """``trained``: groups of this step's batch. ``dropped``: groups given up or too old since the step before."""

@@ -32,7 +32,8 @@ def state_of(admission: Admission) -> State:
         for g in sorted(groups, key=lambda g: g.index)
         if not g.quarantined
     ]
-    return {**admission.state(), "groups": kept, "dropped": dict(admission.dropped)}
+    untold = list(admission.dropped_groups)  # since the ledger's last line: the next one will have them
+    return {**admission.state(), "groups": kept, "dropped": dict(admission.dropped), "dropped_groups": untold}
 
 
 def play_again(state: State) -> State:
@@ -42,7 +43,7 @@ def play_again(state: State) -> State:
 
 def restore(admission: Admission, state: State) -> None:
     """Put the saved groups where they were: ready, or started with some of their episodes finished."""
-    admission.dropped = dict(state.get("dropped", {}))
+    admission.dropped, admission.dropped_groups = dict(state.get("dropped", {})), list(state.get("dropped_groups", ()))
     for saved in state.get("groups", []):
         group = Group(saved["index"], saved["admitted_under"], list(saved["trajectories"]))
         admission.replay.remove(group.index)

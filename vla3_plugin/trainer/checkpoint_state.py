@@ -129,9 +129,10 @@ def save(trainer: Any) -> None:
     }
 
     def write(directory: Path) -> None:
+        # first the samples: a group may be dropped meanwhile, and the learner's shards take long
+        checkpoint_groups.write_samples(directory, groups, store.get_rows)
         trainer.actor_rollout_wg.save_checkpoint(os.fspath(directory / "actor"))
         check_shards(directory / "actor", trainer.config)
-        checkpoint_groups.write_samples(directory, groups, store.get_rows)
 
     best = trainer.record.best_of({*checkpoint.steps(root), step})
     try:

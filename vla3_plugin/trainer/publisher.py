@@ -38,7 +38,7 @@ class Publisher:
         self.published, self.failed = published, failed
         self.background, self.snapshots, self.deadline_s = background, snapshots or background, deadline_s
         # the supervisor's: see there
-        self.recovered_since: Callable[[float], bool] = lambda start: False
+        self.recovered_since: Callable[[float, float], bool] = lambda start, asked: False
         self._lane = threading.RLock()  # one publication at a time
         self._repeating = threading.Lock()
         self._under_way: Future | None = None
@@ -114,7 +114,8 @@ class Publisher:
                 if attempt.done() and attempt.exception() is None:
                     return attempt.result()
                 refused = attempt.done() and isinstance(attempt.exception(), WeightError)
-                if not last and (refused or self.recovered_since(start)):
+                asked = time.monotonic() if attempt.done() else start
+                if not last and (refused or self.recovered_since(start, asked)):
                     break
                 if attempt.done():
                     return attempt.result()  # raises

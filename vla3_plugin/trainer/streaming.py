@@ -8,6 +8,7 @@ import ray
 
 from vla3_plugin.learner import fields
 from vla3_plugin.rollout import store
+from vla3_plugin.rollout.stopping import Stopped
 from vla3_plugin.trainer.batch import Batch, combine, padding_rows, write_padding_rows
 from vla3_plugin.trainer.parity import check_parity
 
@@ -45,6 +46,10 @@ class MicroBatches:
         self.trainer.publisher.learner_moves()
         if self._pending:
             self._send(self._pending, last=True)
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait for what was sent."""
         while self._refs:
             self._collect()
 
@@ -97,7 +102,11 @@ def train_arriving(trainer: VLA3Trainer, metrics: dict[str, Any]) -> Batch:
     for limit in limits(trainer):
         stream = MicroBatches(trainer, end_of_update=limit == trainer.groups_per_step)
         while len(trainer.feeder.admission.taken) < limit:
-            groups = trainer.feeder.groups(limit)
+            try:
+                groups = trainer.feeder.groups(limit)
+            except Stopped:
+                stream.settle()  # a checkpoint follows, and its collectives must not meet those of a gradient
+                raise
             piece = Batch([t for g in groups for t in g.trajectories], divisor=trainer.dp_size, origin="piece")
             write_padding_rows(piece.keys, piece.padding)
             if limit == first:  # later the learner is no longer what it was before the step

@@ -26,7 +26,7 @@ class _Watched:
     call: Any = None  # the question that is under way
     asked: float = 0.0
     answered: float = field(default_factory=time.monotonic)  # when the last answered question was asked
-    served: bool = False  # it held published weights once
+    version: int = 0  # its last answer; the first publication came before this class
     lost: int = 0  # how often
     away: bool = False
 
@@ -62,32 +62,28 @@ class Supervisor:
         self._closed.set()
         self._thread.join(timeout=10)
 
-    def recovered_since(self, start: float) -> bool:
-        """Waits until every worker has answered a question asked after ``start`` (monotonic). True: one was lost since.
+    def recovered_since(self, start: float, asked: float) -> bool:
+        """Waits until every worker has answered a question asked after ``asked``. True: one was away after ``start``.
 
-        What a publication asks when it failed or takes long: was it a worker's death, and are they back?
+        What a publication asks when it failed or takes long: was it a worker's death, and are they back? A failure is
+        known before the death that caused it: only questions asked after it tell. (Both are monotonic times.)
         """
         deadline = time.monotonic() + self.deadline_s
         with self._changed:
-            before = self._losses
             while not self._closed.is_set() and time.monotonic() < deadline:
-                if all(not w.away and w.answered > start for w in self.workers):
-                    return self._lost_at > start or self._losses > before
+                if all(not w.away and w.answered > asked for w in self.workers):
+                    return self._away_until > start
                 self._changed.wait(timeout=_PERIOD_S)
         return False
 
-    @property
-    def _losses(self) -> int:
-        return sum(worker.lost for worker in self.workers)
-
-    _lost_at = 0.0  # when a worker was last found lost
+    _away_until = 0.0  # when a worker was last found lost, or came back
 
     def _watch(self) -> None:
         try:
             while not self._closed.wait(_PERIOD_S):
                 for rank, worker in enumerate(self.workers):
                     self._look(rank, worker)
-                if any(not w.away and w.served and w.lost and self._stale(w) for w in self.workers):
+                if any(not w.away and w.lost and w.version < 0 for w in self.workers):
                     self.publisher.republish()
         except BaseException as error:
             if not self._closed.is_set():
@@ -101,6 +97,11 @@ class Supervisor:
         done, _ = ray.wait([worker.call], timeout=0)
         if not done:
             if now - worker.asked > (self.deadline_s if worker.away else self.heartbeat_s):
+                if worker.away:
+                    raise TimeoutError(
+                        f"policy worker {rank} did not come back within vla3.deadline_s = {self.deadline_s} s: its "
+                        "new process does not answer"
+                    )
                 self._lose(rank, worker, f"it gave no sign of life for vla3.heartbeat_s = {self.heartbeat_s:g} s")
                 ray.kill(worker.handle, no_restart=False)
                 worker.call = None
@@ -117,25 +118,25 @@ class Supervisor:
                     f"policy worker {rank} did not come back within vla3.deadline_s = {self.deadline_s} s: {error}"
                 ) from error
             return
-        if version < 0 and worker.served and not worker.away:
+        if version < 0 <= worker.version and not worker.away:
             self._lose(rank, worker, "its process was replaced between two looks")
         if worker.away:
-            ray.get(worker.handle.configure.remote(self.configure), timeout=self.heartbeat_s)
+            try:
+                ray.get(worker.handle.configure.remote(self.configure), timeout=self.heartbeat_s)
+            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+                return  # gone once more: it is still away, and asked again
             self.on_event({"kind": "policy_worker_restarted", "where": f"policy{rank}", "why": "", "episodes": []})
         with self._changed:
-            worker.away, worker.answered = False, worker.asked
-            worker.version = version  # type: ignore[attr-defined]
-            worker.served = worker.served or version >= 0
+            if worker.away:
+                self._away_until = time.monotonic()
+            worker.away, worker.answered, worker.version = False, worker.asked, version
             self._changed.notify_all()
-
-    def _stale(self, worker: _Watched) -> bool:
-        return getattr(worker, "version", 0) < 0
 
     def _lose(self, rank: int, worker: _Watched, why: str) -> None:
         if worker.away:
             return
         with self._changed:
-            worker.away, worker.lost, self._lost_at = True, worker.lost + 1, time.monotonic()
+            worker.away, worker.lost, self._away_until = True, worker.lost + 1, time.monotonic()
             self._changed.notify_all()
         self.on_event({"kind": "policy_worker_lost", "where": f"policy{rank}", "why": why, "episodes": []})
         if worker.lost > self.max_restarts:
