@@ -68,6 +68,7 @@ def _when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
 
 def after_import(name: str, then: str) -> None:
     """Import module ``then`` once ``name`` has been imported (at once if it already is)."""
+
     def load(_module: ModuleType) -> None:
         importlib.import_module(then)
 

@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vla3_plugin.cli import main
+from vla3_plugin.parity import oft
 from vla3_plugin.parity.golden import GoldenError, read_golden
 from vla3_plugin.parity.report import check, compare, families, format_report
+from vla3_plugin.policies.openvla_images import resize_bicubic
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 DIRECTORIES = sorted(path.parent for path in GOLDEN.glob("*/outputs.safetensors"))
@@ -87,6 +89,47 @@ def test_a_family_does_not_see_the_values_it_has_to_compute() -> None:
     golden = read_golden(GOLDEN / "flow_sde").without_values()
     assert all(tensor.is_meta for tensor in golden.outputs.values())
     assert not any(tensor.is_meta for tensor in golden.inputs.values())
+
+
+def test_pixels_may_come_from_any_version_of_pillow(tmp_path: Path) -> None:
+    directory = copied(tmp_path, "openvla")
+    raw = torch.randint(0, 256, (48, 20, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    save_file(
+        {**load_file(directory / "inputs.safetensors"), "pre.raw_image_u8": raw}, directory / "inputs.safetensors"
+    )
+    processor = json.loads((directory / "config.json").read_text())["image_processor"]
+    mean, std = (torch.tensor(processor[key]).flatten()[:, None, None] for key in ("means", "stds"))
+    size = load_file(directory / "outputs.safetensors")["pre.pixel_values"].shape[-2:]
+    old, new = (resize_bicubic(raw[None], size, rows_first)[0].permute(2, 0, 1) for rows_first in (False, True))
+    assert (old != new).float().mean() > 0.1
+    outside = torch.where(old == new, old, old + 1)
+    for resized, agrees in ((old, True), (new, True), (outside, True), (old + 1, False)):
+        outputs = load_file(directory / "outputs.safetensors")
+        outputs["pre.pixel_values"] = ((resized.repeat(2, 1, 1) / 255.0 - mean) / std)[None].contiguous()
+        save_file(outputs, directory / "outputs.safetensors")
+        assert ("pre.pixel_values" not in check(directory).failed) == agrees
+
+
+def test_the_references_oft_decodes_the_likeliest_token_of_the_whole_vocabulary(tmp_path: Path) -> None:
+    directory = copied(tmp_path, "openvla_oft")
+    weights = load_file(directory / "weights.safetensors")
+    head = weights["language_model.lm_head.weight"]
+    head[5] = 2 * head[31845]  # no action token, likelier than one that is chosen
+    save_file(weights, directory / "weights.safetensors")
+    outputs = load_file(directory / "outputs.safetensors")
+    for name in outputs:
+        if name.endswith(".actions"):  # chunks of one action
+            outputs[name] = outputs[name][..., :1, :].contiguous()
+    save_file(outputs, directory / "outputs.safetensors")
+    with torch.no_grad():
+        computed = oft.outputs(read_golden(directory).without_values())
+    ids, table = computed["decode.token_ids"], computed["decode.unnormalized"]
+    for name, chosen in (("upstream.0", "argmax_full"), ("upstream.1", "argmax_full"), ("rlinf", "argmax_256_token")):
+        token = computed[f"bidir.{name}.{chosen}"]
+        place = token.clamp(int(ids[0]), int(ids[-1])) - ids[0]
+        expected = torch.stack([table[place[:, dim], dim] for dim in range(7)], dim=-1)[:, None]
+        assert torch.equal(computed[f"bidir.{name}.actions"], expected[0] if "upstream" in name else expected)
+    assert (computed["bidir.upstream.1.argmax_full"] == 5).any()
 
 
 def damage(directory: Path, how: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from vla3_plugin.contract import Observation
 from vla3_plugin.policies.chains import Chains
 from vla3_plugin.policies.gr00t import GR00TPolicy
+from vla3_plugin.policies.gr00t_modules import ActionEncoder, TimestepEncoder
 from vla3_plugin.policies.gr00t_network import expand_images
 from vla3_plugin.policies.gr00t_sizes import model_sizes
 from vla3_plugin.policies.processing import Processing
@@ -194,6 +196,38 @@ def test_grid_times_fall_into_the_buckets_that_double_precision_counts(steps):
     for k in range(steps):
         policy.velocity(prefix, x, policy._time(k, 1, x.device))
     assert [int(bucket) for bucket in seen] == [int(k / float(steps) * 1000) for k in range(steps)]
+
+
+@pytest.mark.parametrize("width", [48, 60, 1536])
+def test_the_times_sines_round_as_the_published_ones(width: int) -> None:
+    """An ulp of a frequency moves the angle of bucket 999 by 6e-5, more than golden vectors allow."""
+    buckets = torch.tensor([1, 500, 999])
+
+    def angles(exponent: torch.Tensor) -> torch.Tensor:
+        return buckets.float()[:, None] * exponent.exp()
+
+    # diffusers' Timesteps, cosines first: minus the logarithm, times the index, over the count less one
+    angle = angles(-math.log(10000.0) * torch.arange(128, dtype=torch.float32) / 127)
+    encoder = TimestepEncoder(8)
+    seen = captured(encoder.timestep_embedder, lambda: encoder(buckets))
+    assert torch.equal(seen, torch.cat([angle.cos(), angle.sin()], dim=-1))
+
+    # the action encoder's, sines first: the index, times the logarithm over the count, in float32
+    step = torch.log(torch.tensor(10000.0)) / (width // 2)
+    angle = angles(-torch.arange(width // 2, dtype=torch.float32) * step)
+    actions = ActionEncoder(1, 4, width)
+    first = torch.zeros(3, dtype=torch.long)
+    seen = captured(actions.W2, lambda: actions(torch.zeros(3, 2, 4), buckets, first))
+    assert torch.equal(seen[:, 1, width:], torch.cat([angle.sin(), angle.cos()], dim=-1))
+
+
+def captured(module: torch.nn.Module, run: Callable[[], object]) -> torch.Tensor:
+    """The first argument that ``module`` is called with in ``run``."""
+    seen: list[torch.Tensor] = []
+    hook = module.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
+    run()
+    hook.remove()
+    return seen[0]
 
 
 def test_likelihood_gradient_against_finite_differences(monkeypatch):

@@ -57,7 +57,9 @@ class ActionEncoder(nn.Module):
         """[B, H, action_dim] and int64 [B] to [B, H, width]."""
         x = self.W1(actions, category)
         half = x.shape[-1] // 2
-        exponent = -math.log(10000.0) / half * torch.arange(half, dtype=torch.float32, device=x.device)
+        steps = torch.arange(half, dtype=torch.float32, device=x.device)
+        # In float32 and in this order, as published: an angle is up to 1000 times the rounding of its frequency.
+        exponent = -steps * (torch.full_like(steps[:1], 10000.0).log() / half)
         angle = bucket.float()[:, None] * exponent.exp()
         time = torch.cat([angle.sin(), angle.cos()], dim=-1).to(x.dtype)[:, None].expand_as(x)
         return self.W3(F.silu(self.W2(torch.cat([x, time], dim=-1), category)), category)
@@ -85,7 +87,8 @@ class TimestepEncoder(nn.Module):
         """int64 [B] to [B, width]."""
         weight = self.timestep_embedder.linear_1.weight
         steps = torch.arange(self.FREQUENCIES, dtype=torch.float32, device=bucket.device)
-        angle = bucket.float()[:, None] * (steps * (-math.log(10000.0) / (self.FREQUENCIES - 1))).exp()
+        exponent = -math.log(10000.0) * steps / (self.FREQUENCIES - 1)  # this order: see ActionEncoder
+        angle = bucket.float()[:, None] * exponent.exp()
         return self.timestep_embedder(torch.cat([angle.cos(), angle.sin()], dim=-1).to(weight.dtype))
 
 

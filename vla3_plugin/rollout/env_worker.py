@@ -121,7 +121,9 @@ class EnvWorker:
 
     def _deliver(self, finished: Finished | Quarantined) -> dict[str, Any]:
         if isinstance(finished, Quarantined):
-            return {"keys": [], "episode": finished.assignment.episode.to_json(), "quarantined": finished.why}
+            kind = "skipped" if finished.skipped else "quarantined"
+            episode = finished.assignment.episode.to_json()
+            return {"keys": [], "episode": episode, "quarantined": finished.why, "kind": f"episode_{kind}"}
         assignment, trajectory = finished
         if assignment.keep:
             from vla3_plugin.rollout.store import put_trajectory

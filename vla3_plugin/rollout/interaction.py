@@ -36,10 +36,14 @@ class Finished(NamedTuple):
 
 
 class Quarantined(NamedTuple):
-    """An episode that was given up: ``why`` is the failure of the last simulator that it took down."""
+    """An episode that was given up: ``why`` is the failure of the last simulator that it took down.
+
+    ``skipped``: another one of its training group did that, and this one was not played (again).
+    """
 
     assignment: Assignment
     why: str
+    skipped: bool = False
 
 
 @dataclass
@@ -141,7 +145,7 @@ class Interaction:
                 continue
             if assignment.keep and (why := self.hopeless.get(assignment.episode.group_id)) is not None:
                 # its siblings share what took the simulator down; playing them could look like a broken simulator
-                self.quarantined.append(Quarantined(assignment, f"its group was given up: {why}"))
+                self.quarantined.append(Quarantined(assignment, why, skipped=True))
                 continue
             starts.setdefault(env, []).append((slot, assignment))
 

@@ -181,7 +181,8 @@ class InteractionManager:
         self._events.put(("close", None))
         self._thread.join(timeout=30)
         calls = [w.close.remote() for w in self.workers]
-        ray.wait(calls, num_returns=len(calls), timeout=30)  # one that is gone or hangs must not fail a run that is over
+        # one that is gone or hangs must not fail a run that is over
+        ray.wait(calls, num_returns=len(calls), timeout=30)
 
     # ---- the dispatching thread ----
 
@@ -268,8 +269,8 @@ class InteractionManager:
                 continue  # told already, before the worker was restarted
             self._last = time.monotonic()
             if "quarantined" in summary:
-                why = summary["quarantined"]
-                self.on_event({"kind": "episode_quarantined", "where": f"env{worker}", "why": why, "episodes": [index]})
+                why, kind = summary["quarantined"], summary["kind"]
+                self.on_event({"kind": kind, "where": f"env{worker}", "why": why, "episodes": [index]})
             with self._lock:
                 done = self._done.pop(index)
             done(summary)

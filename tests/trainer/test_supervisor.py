@@ -1,0 +1,130 @@
+"""Policy workers that die at awkward moments: what the supervisor tells a publication, and what it does itself."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from vla3_plugin.trainer import supervisor
+from vla3_plugin.trainer.supervisor import Supervisor
+
+GONE = ray.exceptions.ActorUnavailableError("gone", None)
+NEVER = object()  # no answer
+
+
+class Worker:
+    """A handle whose answers the test sets."""
+
+    def __init__(self):
+        self.answer, self.configured, self.kills, self.failing = 0, 0, 0, 0
+        self.weights_version = SimpleNamespace(remote=lambda: lambda: self.answer)
+        self.configure = SimpleNamespace(remote=lambda stage: self._configure)
+
+    def _configure(self):
+        if self.failing:
+            self.failing -= 1
+            return GONE
+        self.configured += 1
+
+
+class Publisher:
+    def __init__(self):
+        self.again = threading.Event()
+
+    def republish(self):
+        self.again.set()
+
+
+def get(call, timeout=None):
+    answer = call()
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    started = []
+    fake = SimpleNamespace(
+        get=get,
+        wait=lambda calls, timeout: ([], calls) if calls[0]() is NEVER else (calls, []),
+        kill=lambda handle, no_restart: setattr(handle, "kills", handle.kills + 1),
+        exceptions=ray.exceptions,
+    )
+    monkeypatch.setattr(supervisor, "ray", fake)
+    monkeypatch.setattr(supervisor, "_PERIOD_S", 0.02)
+
+    def start(worker, deadline_s=10.0):
+        found = SimpleNamespace(publisher=Publisher(), events=[], failures=[])
+        found.it = Supervisor(
+            [worker], found.publisher, {}, heartbeat_s=0.3, deadline_s=deadline_s, max_restarts=3,
+            on_event=lambda event: found.events.append(event["kind"]), failed=found.failures.append,
+        )  # fmt: skip
+        started.append(found.it)
+        return found
+
+    yield start
+    for found in started:
+        found.close()
+
+
+def eventually(condition):
+    deadline = time.monotonic() + 5
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_a_worker_that_dies_late_in_a_publication_is_why_it_failed(watch):
+    """It answered after the publication began, and its death is not known yet when the publication has failed."""
+    worker = Worker()
+    found = watch(worker)
+    start = time.monotonic()
+    assert eventually(lambda: found.it.workers[0].answered > start)
+    worker.answer = GONE
+    threading.Timer(0.3, setattr, [worker, "answer", -1]).start()
+    assert found.it.recovered_since(start, time.monotonic())
+    assert not found.failures
+
+
+def test_a_publication_that_began_while_a_worker_was_away_is_sent_again_when_it_is_back(watch):
+    worker = Worker()
+    found = watch(worker)
+    worker.answer = GONE
+    assert eventually(lambda: found.it.workers[0].away)
+    start = time.monotonic()
+    threading.Timer(0.3, setattr, [worker, "answer", -1]).start()
+    assert found.it.recovered_since(start, time.monotonic())
+
+
+def test_a_failure_with_all_workers_well_is_nobodys_death(watch):
+    found = watch(Worker())
+    start = time.monotonic()
+    assert not found.it.recovered_since(start, start)
+
+
+def test_a_worker_that_was_replaced_before_anybody_looked_is_configured_and_gets_its_weights(watch):
+    worker = Worker()
+    worker.answer = -1
+    found = watch(worker)
+    assert eventually(found.publisher.again.is_set)
+    assert worker.configured == 1 and found.events == ["policy_worker_lost", "policy_worker_restarted"]
+
+
+def test_a_worker_that_dies_again_while_it_is_configured_is_waited_for_once_more(watch):
+    worker = Worker()
+    worker.answer, worker.failing = -1, 2
+    found = watch(worker)
+    assert eventually(found.publisher.again.is_set)
+    assert worker.configured == 1 and not found.failures
+
+
+def test_a_new_process_that_never_answers_ends_the_run_at_the_deadline(watch):
+    worker = Worker()
+    worker.answer = NEVER
+    found = watch(worker, deadline_s=0.5)
+    assert eventually(lambda: found.failures)
+    assert "did not come back within vla3.deadline_s = 0.5 s" in str(found.failures[0])
+    assert worker.kills == 1, "once for the missing sign of life"
