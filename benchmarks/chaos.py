@@ -99,7 +99,8 @@ def main() -> None:
     run_dir = directory / "run"
     command = [
         sys.executable, "-m", "verl.trainer.main", *recipe_of(args), f"vla3.run_dir={run_dir}",
-        "trainer.total_training_steps=1000000", "trainer.save_freq=10", "vla3.heartbeat_s=15", "vla3.env.timeout_s=20",
+        "trainer.total_training_steps=1000000", "trainer.save_freq=10", "vla3.heartbeat_s=15", "vla3.worker_start_s=60",
+        "vla3.env.timeout_s=20",
         "vla3.max_worker_restarts=1000", "vla3.max_restarts=1000", *args.override,
     ]  # fmt: skip
     roles = ROLES | (WHOLE_RUN if args.whole_run else {})

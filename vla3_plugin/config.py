@@ -146,6 +146,7 @@ class VLA3Config:
     keep_checkpoints: int = 2
     deadline_s: float = 1800.0  # one answer of a policy worker, one micro-batch of the learner, one publication
     heartbeat_s: float = 60.0  # a worker that shows no sign of life for so long is killed and restarted
+    worker_start_s: float = 300.0  # one that is being restarted has so long, simulators and all
     max_worker_restarts: int = 3  # of each env worker and each policy worker
     max_restarts: int = 0  # of the whole run, from its newest checkpoint, when it ends with an error
     parity_tolerance: float = 1e-4  # rollout against learner log-probs at the start of a run

@@ -54,6 +54,7 @@ RANGES: dict[str, Range] = {
     "keep_checkpoints": COUNT,
     "deadline_s": SECONDS,
     "heartbeat_s": SECONDS,
+    "worker_start_s": SECONDS,
     "max_worker_restarts": NATURAL,
     "max_restarts": NATURAL,
     "parity_tolerance": POSITIVE,

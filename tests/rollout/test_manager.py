@@ -73,7 +73,7 @@ def hands(monkeypatch):
     monkeypatch.setattr(manager.EnvSpec, "from_json", lambda data: data)
     monkeypatch.setattr(manager.store, "clear_episodes", lambda episodes: None)
     worker = Worker()
-    found = manager.InteractionManager([worker], [object()], 1, 30.0, False, heartbeat_s=0.5)
+    found = manager.InteractionManager([worker], [object()], 1, 30.0, False, heartbeat_s=0.5, start_s=30.0)
     yield worker, found
     found.close()
 

@@ -56,10 +56,10 @@ def watch(monkeypatch):
     monkeypatch.setattr(supervisor, "ray", fake)
     monkeypatch.setattr(supervisor, "_PERIOD_S", 0.02)
 
-    def start(worker, deadline_s=10.0):
+    def start(worker, deadline_s=10.0, start_s=10.0):
         found = SimpleNamespace(publisher=Publisher(), events=[], failures=[])
         found.it = Supervisor(
-            [worker], found.publisher, {}, heartbeat_s=0.3, deadline_s=deadline_s, max_restarts=3,
+            [worker], found.publisher, {}, heartbeat_s=0.3, start_s=start_s, deadline_s=deadline_s, max_restarts=3,
             on_event=lambda event: found.events.append(event["kind"]), failed=found.failures.append,
         )  # fmt: skip
         started.append(found.it)

@@ -45,19 +45,21 @@ class InteractionManager:
         deadline_s: float,
         asynchronous: bool,
         heartbeat_s: float,
+        start_s: float,
         nearest: Sequence[int] | None = None,
     ) -> None:
         """``nearest``: the policy worker that each env worker asks first; in turn unless given."""
         self.workers, self.slots, self.deadline_s, self.asynchronous = workers, slots, deadline_s, asynchronous
         self.policy_workers = list(policy_workers)
         self.nearest = nearest or [rank % len(policy_workers) for rank in range(len(workers))]
-        self.heartbeat_s = heartbeat_s
+        self.heartbeat_s, self.start_s = heartbeat_s, start_s
         self.env_spec = EnvSpec.from_json(self._get([workers[0].spec.remote()], "start their simulators")[0])
         self._get([self._connect(rank) for rank in range(len(workers))], "connect to the policy workers")
         self._backlog: deque[Assignment] = deque()
         self._out: list[dict[int, Assignment]] = [{} for _ in workers]  # by episode id, per worker
         self._listening: list[float | None] = [None] * len(workers)  # since when each holds a call
         self._reviving: dict[int, float] = {}  # worker -> since when it is being restarted
+        self._asked: dict[int, float] = {}  # the same workers -> since when a call waits for the new process
         self.stop: Callable[[], bool] = lambda: False
         self.on_event: Callable[[Event], None] = lambda event: None
         self._done: dict[int, Callable[[Summary], None]] = {}
@@ -97,7 +99,10 @@ class InteractionManager:
         ]
         slots = env["shards_per_worker"] * env["envs_per_shard"]
         close = spec.nearest(grid.placement) if grid is not None else None
-        return cls(workers, llm_client, slots, env["deadline_s"], stage["enabled"], vla3["heartbeat_s"], close)
+        return cls(
+            workers, llm_client, slots, env["deadline_s"], stage["enabled"], vla3["heartbeat_s"],
+            vla3["worker_start_s"], close,
+        )  # fmt: skip
 
     def _connect(self, worker: int) -> Any:
         first = self.nearest[worker]
@@ -289,6 +294,7 @@ class InteractionManager:
         self._revive(worker)
 
     def _revive(self, worker: int) -> None:
+        self._asked[worker] = time.monotonic()
         call = self._connect(worker).future()
         call.add_done_callback(lambda f: self._events.put(("revived", (worker, f))))
 
@@ -316,6 +322,10 @@ class InteractionManager:
         for worker, since in enumerate(self._listening):
             if since is not None and time.monotonic() - since > _POLL_S + self.heartbeat_s:
                 self._listening[worker] = time.monotonic()
+                ray.kill(self.workers[worker], no_restart=False)
+        for worker in self._reviving:  # the new process can hang too
+            if time.monotonic() - self._asked[worker] > self.start_s:
+                self._asked[worker] = time.monotonic()
                 ray.kill(self.workers[worker], no_restart=False)
 
     def _check_deadline(self) -> None:

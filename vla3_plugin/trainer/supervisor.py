@@ -43,6 +43,7 @@ class Supervisor:
         configure: dict[str, Any],
         *,
         heartbeat_s: float,
+        start_s: float,
         deadline_s: float,
         max_restarts: int,
         on_event: Callable[[Event], None],
@@ -50,7 +51,8 @@ class Supervisor:
     ) -> None:
         self.workers = [_Watched(handle) for handle in workers]
         self.publisher, self.configure = publisher, configure
-        self.heartbeat_s, self.deadline_s, self.max_restarts = heartbeat_s, deadline_s, max_restarts
+        self.heartbeat_s, self.start_s = heartbeat_s, start_s
+        self.deadline_s, self.max_restarts = deadline_s, max_restarts
         self.on_event, self.failed = on_event, failed
         self._closed = threading.Event()
         self._changed = threading.Condition()
@@ -96,12 +98,12 @@ class Supervisor:
             return
         done, _ = ray.wait([worker.call], timeout=0)
         if not done:
-            if now - worker.asked > (self.deadline_s if worker.away else self.heartbeat_s):
-                if worker.away:
-                    raise TimeoutError(
-                        f"policy worker {rank} did not come back within vla3.deadline_s = {self.deadline_s} s: its "
-                        "new process does not answer"
-                    )
+            if worker.away and now - worker.answered > self.deadline_s:
+                raise TimeoutError(
+                    f"policy worker {rank} did not come back within vla3.deadline_s = {self.deadline_s} s: its "
+                    "new process does not answer"
+                )
+            if now - worker.asked > (self.start_s if worker.away else self.heartbeat_s):
                 self._lose(rank, worker, f"it gave no sign of life for vla3.heartbeat_s = {self.heartbeat_s:g} s")
                 ray.kill(worker.handle, no_restart=False)
                 worker.call = None

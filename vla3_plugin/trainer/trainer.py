@@ -198,6 +198,7 @@ class VLA3Trainer(PPOTrainer):
             self.publisher,
             stage,
             heartbeat_s=self.vla3.heartbeat_s,
+            start_s=self.vla3.worker_start_s,
             deadline_s=self.vla3.deadline_s,
             max_restarts=self.vla3.max_worker_restarts,
             on_event=self.faults,
