@@ -272,3 +272,25 @@ def test_before_and_after_are_the_first_and_last_of_the_noise_free_policy_on_one
     assert before_after([_evaluation(0, 0, n=0), _evaluation(1, 1)]) is None, (
         "an evaluation without episodes says nothing"
     )
+
+
+def test_a_full_disk_loses_no_record_and_tears_none(tmp_path, capsys):
+    """A file-size limit stands for the disk: records wait in memory and are there once it takes them again."""
+    import resource
+    import signal
+
+    writer = JsonlWriter(tmp_path / "m.jsonl")
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        for step in range(20):
+            writer.append({"step": step, "text": "x" * 20})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert [row["step"] for row in read_jsonl(writer.path)] == [0, 1], "whole lines alone"
+    assert capsys.readouterr().err.count("records wait in memory") == 1
+    writer.append({"step": 20, "text": ""})
+    writer.close()
+    assert [row["step"] for row in read_jsonl(writer.path)] == list(range(21))

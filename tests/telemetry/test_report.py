@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from vla3_plugin.telemetry import charts
-from vla3_plugin.telemetry.metrics import ENV_STEPS, Evaluation, JsonlWriter, MetricsWriter, SuccessTable, plain
+from vla3_plugin.telemetry.jsonl import JsonlWriter, plain
+from vla3_plugin.telemetry.metrics import ENV_STEPS, Evaluation, MetricsWriter, SuccessTable
 from vla3_plugin.telemetry.report import write_report
 from vla3_plugin.telemetry.video import video_path, write_video
 

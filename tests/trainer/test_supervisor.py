@@ -29,6 +29,17 @@ class Worker:
         self.configured += 1
 
 
+class Learner:
+    """A worker group of two ranks; ``answers``: how long each has been busy."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers) or [0.0, 0.0]
+        self.workers = [SimpleNamespace(kills=0), SimpleNamespace(kills=0)]
+
+    def busy_s(self):
+        return [lambda rank=rank: self.answers[rank] for rank in range(2)]
+
+
 class Publisher:
     def __init__(self):
         self.again = threading.Event()
@@ -38,6 +49,8 @@ class Publisher:
 
 
 def get(call, timeout=None):
+    if isinstance(call, list):
+        return [get(one) for one in call]
     answer = call()
     if isinstance(answer, BaseException):
         raise answer
@@ -49,18 +62,22 @@ def watch(monkeypatch):
     started = []
     fake = SimpleNamespace(
         get=get,
-        wait=lambda calls, timeout: ([], calls) if calls[0]() is NEVER else (calls, []),
-        kill=lambda handle, no_restart: setattr(handle, "kills", handle.kills + 1),
+        wait=lambda calls, timeout, num_returns=1: (
+            [call for call in calls if call() is not NEVER],
+            [call for call in calls if call() is NEVER],
+        ),
+        kill=lambda handle, no_restart=True: setattr(handle, "kills", handle.kills + 1),
         exceptions=ray.exceptions,
     )
     monkeypatch.setattr(supervisor, "ray", fake)
     monkeypatch.setattr(supervisor, "_PERIOD_S", 0.02)
 
-    def start(worker, deadline_s=10.0, start_s=10.0):
+    def start(worker, deadline_s=10.0, start_s=10.0, learner=None):
         found = SimpleNamespace(publisher=Publisher(), events=[], failures=[])
         found.it = Supervisor(
-            [worker], found.publisher, {}, heartbeat_s=0.3, start_s=start_s, deadline_s=deadline_s, max_restarts=3,
-            on_event=lambda event: found.events.append(event["kind"]), failed=found.failures.append,
+            [worker], learner or Learner(), found.publisher, {}, heartbeat_s=0.3, start_s=start_s,
+            deadline_s=deadline_s, max_restarts=3, failed=found.failures.append,
+            on_event=lambda event: found.events.append(event["kind"]),
         )  # fmt: skip
         started.append(found.it)
         return found
@@ -128,3 +145,12 @@ def test_a_new_process_that_never_answers_ends_the_run_at_the_deadline(watch):
     assert eventually(lambda: found.failures)
     assert "did not come back within vla3.deadline_s = 0.5 s" in str(found.failures[0])
     assert worker.kills == 1, "once for the missing sign of life"
+
+
+@pytest.mark.parametrize("answer", [NEVER, 99.0], ids=["a rank that does not answer", "a collective that hangs"])
+def test_a_learner_rank_that_hangs_is_killed_so_that_nobody_waits_for_it_for_ever(watch, answer):
+    learner = Learner(0.0, answer)
+    found = watch(Worker(), deadline_s=0.3, learner=learner)
+    assert eventually(lambda: found.failures)
+    assert "learner ranks [1] did not finish what they were at within vla3.deadline_s = 0.3 s" in str(found.failures[0])
+    assert [worker.kills for worker in learner.workers] == [0, 1]

@@ -38,6 +38,7 @@ class ActorWorker(DetachActorWorker):
         self._expected = 0
         self._turn = asyncio.Condition()
         self._gradients: ThreadPoolExecutor | None = None
+        self._since: float | None = None  # when what the gradient lane computes now began (monotonic)
 
     async def _compute(self, function: Callable[..., Any], *args: Any) -> Any:
         """On the gradient lane's thread: this process answers meanwhile, fetches the next samples and publishes."""
@@ -51,7 +52,21 @@ class ActorWorker(DetachActorWorker):
                     torch.cuda.set_device(device)
 
             self._gradients = ThreadPoolExecutor(1, GRADIENT, initializer=like_this_thread)
-        return await asyncio.get_running_loop().run_in_executor(self._gradients, function, *args)
+
+        def timed() -> Any:
+            self._since = time.monotonic()
+            try:
+                return function(*args)
+            finally:
+                self._since = None
+
+        return await asyncio.get_running_loop().run_in_executor(self._gradients, timed)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def busy_s(self) -> float:
+        """Seconds that the gradient lane has been at what it computes now; 0 when it is idle."""
+        since = self._since
+        return 0.0 if since is None else time.monotonic() - since
 
     @register(dispatch_mode=_STREAMED, blocking=False)
     async def train_micro_batch(self, data: TensorDict) -> TensorDict:

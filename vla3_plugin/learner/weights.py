@@ -8,7 +8,7 @@ import asyncio
 import json
 import socket
 import zlib
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
 from datetime import timedelta
 from typing import Any
 
@@ -88,8 +88,6 @@ class GlooCheckpointEngine(CheckpointEngine):
 
     def __init__(self, bucket_size: int, is_master: bool = False, **_: Any) -> None:
         self.is_master = is_master
-        self.group: Any = None
-        self.store: Any = None
         self.member: tuple[int, int, dict[str, Any]] | None = None
 
     def prepare(self) -> dict[str, Any]:
@@ -113,21 +111,26 @@ class GlooCheckpointEngine(CheckpointEngine):
         """Only noted: connecting waits for the other side, and this process answers requests meanwhile."""
         self.member = (rank, world_size, meta) if rank >= 0 else None
 
-    def _connect(self) -> None:
+    def _connect(self) -> Callable[[Tensor], Tensor]:
+        """The broadcast of this publication. Its connection is its own: one that hangs on a dead peer must not meet the
+        next one.
+        """
         assert self.member is not None
         rank, world_size, meta = self.member
         listen: dict[str, Any] = {"master_listen_fd": _listen(meta["address"], meta["port"])} if rank == 0 else {}
-        self.store = dist.TCPStore(meta["address"], meta["port"], world_size, rank == 0, timeout=_TIMEOUT, **listen)
-        self.group = dist.ProcessGroupGloo(self.store, rank, world_size, _TIMEOUT)
+        store = dist.TCPStore(meta["address"], meta["port"], world_size, rank == 0, timeout=_TIMEOUT, **listen)
+        group: Any = dist.ProcessGroupGloo(store, rank, world_size, _TIMEOUT)
+
+        def broadcast(tensor: Tensor) -> Tensor:
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor = 0, 0
+            group.broadcast([tensor], options).wait()
+            return tensor
+
+        return broadcast
 
     def finalize(self) -> None:
-        self.group = self.store = self.member = None
-
-    def _broadcast(self, tensor: Tensor) -> Tensor:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        self.group.broadcast([tensor], options).wait()
-        return tensor
+        self.member = None
 
     # Packing reads the weights and must be done before the next call of this process changes them. Sending and
     # receiving only wait for the network, on a thread, so that gradients and inference go on.
@@ -144,15 +147,15 @@ class GlooCheckpointEngine(CheckpointEngine):
             yield name, tensor
 
     def _send(self, manifest: dict[str, Any], buffer: Tensor) -> None:
-        self._connect()
+        broadcast = self._connect()
         header = torch.frombuffer(bytearray(json.dumps(manifest).encode()), dtype=torch.uint8)
-        self._broadcast(torch.tensor([header.numel(), buffer.numel()]))
-        self._broadcast(header)
-        self._broadcast(buffer)
+        broadcast(torch.tensor([header.numel(), buffer.numel()]))
+        broadcast(header)
+        broadcast(buffer)
 
     def _receive(self, version: int | None) -> list[tuple[str, Tensor]]:
-        self._connect()
-        sizes = self._broadcast(torch.zeros(2, dtype=torch.int64)).tolist()
-        header = self._broadcast(torch.empty(sizes[0], dtype=torch.uint8))
-        buffer = self._broadcast(torch.empty(sizes[1], dtype=torch.uint8))
+        broadcast = self._connect()
+        sizes = broadcast(torch.zeros(2, dtype=torch.int64)).tolist()
+        header = broadcast(torch.empty(sizes[0], dtype=torch.uint8))
+        buffer = broadcast(torch.empty(sizes[1], dtype=torch.uint8))
         return unpack(json.loads(header.numpy().tobytes()), buffer, version)

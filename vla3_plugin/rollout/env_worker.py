@@ -130,7 +130,11 @@ class EnvWorker:
 
             put_trajectory(trajectory)
         if assignment.record:
-            _write_video(self.run_dir, trajectory, self.envs[0].spec)
+            try:
+                _write_video(self.run_dir, trajectory, self.envs[0].spec)
+            except (OSError, RuntimeError) as error:  # VideoError is one; a film is no reason to end a run
+                self._tell({"kind": "video_failed", "where": self.timeline.role, "why": str(error),
+                            "episodes": [assignment.episode.episode_id]})  # fmt: skip
         return summarise(trajectory)
 
     def assign(self, assignments: list[dict[str, Any]]) -> None:

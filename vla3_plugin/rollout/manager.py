@@ -137,6 +137,13 @@ class InteractionManager:
         if error is not None:
             callback(error)
 
+    def fail(self, error: BaseException) -> None:
+        """No further episode will finish: tell whoever waits for one."""
+        with self._lock:
+            self._error, callbacks = self._error or error, list(self._failed)
+        for callback in callbacks:
+            callback(error)
+
     def collect(
         self, episodes: Sequence[Episode], mode: Mode, keep: bool, film: frozenset[int] = frozenset()
     ) -> dict[str, Any]:
@@ -216,10 +223,7 @@ class InteractionManager:
                 self._check_heartbeats()
                 self._check_deadline()
         except BaseException as error:
-            with self._lock:
-                self._error, callbacks = error, list(self._failed)
-            for callback in callbacks:
-                callback(error)
+            self.fail(error)
 
     def _accept(self, assignments: list[Assignment]) -> None:
         if not self.asynchronous:

@@ -6,11 +6,12 @@ is the one that counts (``read_ledger``).
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from vla3_plugin.telemetry.jsonl import JsonlWriter
 
 LEDGER_FILE = "ledger.jsonl"
 
@@ -19,16 +20,11 @@ class Ledger:
     """Appends a line a step."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.path = run_dir / LEDGER_FILE
-        with contextlib.suppress(OSError, ValueError):  # what a kill or a full disk cut short must not glue to the next
-            text = self.path.read_text()
-            if text and not text.endswith("\n"):
-                self.path.write_text(text[: text.rfind("\n") + 1])
+        self._writer = JsonlWriter(run_dir / LEDGER_FILE)
 
     def write(self, step: int, trained: Sequence[int], dropped: Sequence[int]) -> None:
         """``trained``: groups of this step's batch. ``dropped``: groups given up or too old since the step before."""
-        with self.path.open("a") as file:
-            file.write(json.dumps({"step": step, "trained": sorted(trained), "dropped": sorted(dropped)}) + "\n")
+        self._writer.append({"step": step, "trained": sorted(trained), "dropped": sorted(dropped)})
 
 
 @dataclass

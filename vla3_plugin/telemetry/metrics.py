@@ -6,7 +6,6 @@ are append-only and survive a kill at any byte: a record is one write of one lin
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -16,6 +15,8 @@ from statistics import NormalDist
 from typing import Any
 
 import numpy as np
+
+from vla3_plugin.telemetry.jsonl import JsonlWriter, MetricsError, read_jsonl
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
@@ -27,10 +28,6 @@ RETURN = "env/return"  # /mean, /min, /max
 EPISODE_LENGTH = "env/episode_length"  # control steps; /mean, /min, /max
 ENV_STEPS = "env/steps_total"  # control steps since the run began
 ENV_STEPS_PER_S = "env/steps_per_s"
-
-
-class MetricsError(ValueError):
-    """A metric that cannot be written, or a record that cannot be read."""
 
 
 # ---------------------------------------------------------------- success and its uncertainty
@@ -244,92 +241,6 @@ def episode_metrics(
 
 
 # ---------------------------------------------------------------- files
-
-
-def plain(value: Any, key: str = "value") -> Any:
-    """``value`` as JSON holds it: numpy and torch scalars as numbers, non-finite numbers as null, paths as text.
-
-    Raises:
-        MetricsError: something that has no place in a JSON line, such as a tensor of several elements.
-    """
-    if value is None or isinstance(value, (str, bool)):
-        return value
-    if isinstance(value, (int, float)):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(k): plain(v, f"{key}.{k}") for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(v, f"{key}[{i}]") for i, v in enumerate(value)]
-    if isinstance(value, Path):
-        return str(value)
-    if hasattr(value, "item"):
-        try:
-            return plain(value.item(), key)
-        except (ValueError, RuntimeError):
-            pass  # several elements: numpy raises the one, torch the other
-    raise MetricsError(f"{key}: {type(value).__name__} {str(value)[:60]!r}, expected a number, text, list or dict")
-
-
-class JsonlWriter:
-    """Appends one JSON object a line. Each record is one unbuffered write, so a killed process tears at most its last
-    line; a torn line that an earlier process left is cut off on opening, lest the next record be glued to it."""
-
-    def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        _cut_torn_line(self.path)
-        self._file = open(self.path, "ab", buffering=0)
-
-    def append(self, record: Mapping[str, Any]) -> None:
-        line = json.dumps(plain(record, self.path.name), ensure_ascii=False, allow_nan=False) + "\n"
-        data = memoryview(line.encode())
-        while data:  # the system may take less than everything (disk nearly full); the rest then fails with its reason
-            data = data[self._file.write(data) :]
-
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self) -> JsonlWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _cut_torn_line(path: Path) -> None:
-    if not path.exists():
-        return
-    with open(path, "r+b") as file:
-        data = file.read()
-        if data and not data.endswith(b"\n"):
-            file.truncate(data.rfind(b"\n") + 1)
-
-
-def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
-    """Records of a file; none if it does not exist. A torn last line is ignored.
-
-    Raises:
-        MetricsError: a line before the last is not a JSON object (the file was edited or the disk is failing).
-    """
-    path = Path(path)
-    if not path.exists():
-        return []
-    records: list[dict[str, Any]] = []
-    lines = path.read_bytes().split(b"\n")
-    last = max((i for i, line in enumerate(lines) if line.strip()), default=-1)
-    for i, line in enumerate(lines):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            if not isinstance(record, dict):
-                raise ValueError("not an object")
-        except ValueError as error:
-            if i == last:
-                break
-            raise MetricsError(f"{path}, line {i + 1}: {line[:60]!r} is not a JSON object ({error})") from error
-        records.append(record)
-    return records
 
 
 class MetricsWriter:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -60,9 +61,13 @@ class TraceWriter:
             lines += self._names(span)
             lines.append(json.dumps(self._event(span), ensure_ascii=False, allow_nan=False, separators=(",", ":")))
         lead = "[\n" if self._file.tell() == 0 else ",\n"
-        data = memoryview((lead + ",\n".join(lines)).encode())
-        while data:  # the system may take less than everything (disk nearly full); the rest then fails with its reason
-            data = data[self._file.write(data) :]
+        start, data = os.fstat(self._file.fileno()).st_size, memoryview((lead + ",\n".join(lines)).encode())
+        try:
+            while data:  # the system may take less than everything (disk nearly full)
+                data = data[self._file.write(data) :]
+        except OSError as error:  # a picture with a hole is no reason to end a run
+            self._file.truncate(start)
+            print(f"vla3: {self.path}: {error}; {len(spans)} spans are not in it", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         self._file.close()

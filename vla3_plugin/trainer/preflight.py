@@ -20,7 +20,7 @@ from vla3_plugin.placement.fit import local_faults
 from vla3_plugin.policies.registry import policy_summary
 from vla3_plugin.profile import has_gpu, requested_profile
 from vla3_plugin.telemetry.console import command_line, describe_machine, format_preflight
-from vla3_plugin.telemetry.metrics import plain
+from vla3_plugin.telemetry.jsonl import plain
 
 
 def preflight(config: Any, vla3: VLA3Config) -> tuple[dict[str, Any], list[str]]:

@@ -1,4 +1,5 @@
-"""Watches the policy workers: one that dies or hangs is restarted in place and gets the current version again.
+"""Watches the policy workers: one that dies or hangs is restarted in place and gets the current version again. A
+learner rank that hangs is killed, which ends the run.
 
 Ray keeps a restarted actor's handle and place, so nobody else has to know. Until its weights have arrived it refuses
 requests, and env workers ask another one, or wait.
@@ -39,6 +40,7 @@ class Supervisor:
     def __init__(
         self,
         workers: list[Any],
+        learner: Any,
         publisher: Publisher,
         configure: dict[str, Any],
         *,
@@ -50,6 +52,7 @@ class Supervisor:
         failed: Callable[[BaseException], None],
     ) -> None:
         self.workers = [_Watched(handle) for handle in workers]
+        self.learner, self._calls, self._asked = learner, None, 0.0  # type: Any, list[Any] | None, float
         self.publisher, self.configure = publisher, configure
         self.heartbeat_s, self.start_s = heartbeat_s, start_s
         self.deadline_s, self.max_restarts = deadline_s, max_restarts
@@ -85,6 +88,7 @@ class Supervisor:
             while not self._closed.wait(_PERIOD_S):
                 for rank, worker in enumerate(self.workers):
                     self._look(rank, worker)
+                self._look_at_learner()
                 if any(not w.away and w.lost and w.version < 0 for w in self.workers):
                     self.publisher.republish()
         except BaseException as error:
@@ -133,6 +137,34 @@ class Supervisor:
                 self._away_until = time.monotonic()
             worker.away, worker.answered, worker.version = False, worker.asked, version
             self._changed.notify_all()
+
+    def _look_at_learner(self) -> None:
+        """A rank that hangs, in a call of verl's or in a collective, is killed: who waits for it hears of its death.
+
+        Raises:
+            TimeoutError: one was.
+        """
+        now = time.monotonic()
+        if self._calls is None:
+            self._calls, self._asked = self.learner.busy_s(), now
+            return
+        done, late = ray.wait(self._calls, num_returns=len(self._calls), timeout=0)
+        if late:
+            hung = [rank for rank, call in enumerate(self._calls) if call in set(late)]
+            hung = hung if now - self._asked > self.deadline_s else []
+        else:
+            calls, self._calls = self._calls, None
+            try:
+                hung = [rank for rank, busy in enumerate(ray.get(calls)) if busy > self.deadline_s]
+            except ray.exceptions.RayActorError:
+                return  # dead: whoever waits for it is told
+        if hung:
+            for rank in hung:
+                ray.kill(self.learner.workers[rank])
+            raise TimeoutError(
+                f"learner ranks {hung} did not finish what they were at within vla3.deadline_s = {self.deadline_s} s "
+                "and were killed"
+            )
 
     def _lose(self, rank: int, worker: _Watched, why: str) -> None:
         if worker.away:

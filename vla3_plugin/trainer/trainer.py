@@ -168,8 +168,8 @@ class VLA3Trainer(PPOTrainer):
         finally:
             supervisor.close()
             self.swimlanes.close()
-            print(self.record.finish(completed), flush=True)
             agent_loop_manager.close()
+            print(self.record.finish(completed), flush=True)
 
     def _build_feeder(self, train_states: list[int]) -> Feeder:
         stage, size = self.vla3.stages.training, self.vla3.algorithm.group_size
@@ -195,6 +195,7 @@ class VLA3Trainer(PPOTrainer):
         stage: Any = OmegaConf.to_container(self.config.vla3.stages.interaction, resolve=True)
         return Supervisor(
             self.get_llm_client(),
+            self.actor_rollout_wg,
             self.publisher,
             stage,
             heartbeat_s=self.vla3.heartbeat_s,
@@ -202,7 +203,7 @@ class VLA3Trainer(PPOTrainer):
             deadline_s=self.vla3.deadline_s,
             max_restarts=self.vla3.max_worker_restarts,
             on_event=self.faults,
-            failed=self.feeder.fail,
+            failed=self.interaction.fail,
         )
 
     def _published(self, version: int) -> None:
