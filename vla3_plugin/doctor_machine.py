@@ -192,7 +192,7 @@ if not answer["faults"]:
     memory = sections.get("memory", {})
     answer |= {"arithmetic": needed.arithmetic(), "gpus": needed.gpus, "cpus": needed.cpus,
                "device": str(config.trainer.device), "memory": memory.get("host"), "available": memory.get("available")}
-    if os.environ.get("RAY_ADDRESS", "local") != "local":
+    if os.environ.get("RAY_ADDRESS") or "local" != "local":
         import ray
         ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False)
         answer["cluster"] = ray.cluster_resources()
@@ -220,7 +220,7 @@ def check_recipe(recipe: str, deadline_s: float = 240.0) -> list[Finding]:
         return [
             Finding(name, "bad", "\n".join(answer["faults"]), "change the keys that are named, or mend what they need")
         ]
-    there, own = answer["cluster"], os.environ.get("RAY_ADDRESS", "local") == "local"
+    there, own = answer["cluster"], os.environ.get("RAY_ADDRESS") or "local" == "local"
     short = answer["device"] != "cpu" and there.get("GPU", 0) < answer["gpus"]
     short |= not own and (there.get("CPU", 0) < answer["cpus"] or there.get("GPU", 0) < answer["gpus"])
     text = f"{answer['arithmetic']}; {'here' if own else 'the cluster has'}: {there.get('GPU', 0):g} GPUs, "

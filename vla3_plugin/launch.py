@@ -146,7 +146,7 @@ def _derive(config: DictConfig, vla3: VLA3Config) -> None:
 
 def _joins_a_cluster(config: DictConfig) -> bool:
     """Whether Ray will connect to a cluster that stands already, instead of starting one."""
-    address = config.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_ADDRESS", "local")
+    address = config.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_ADDRESS") or "local"
     return address != "local"
 
 
