@@ -109,7 +109,7 @@ def _cluster(config: Any, spec: PlacementConfig) -> Cluster:
         if not 0 < len(gpus) <= _MOST_NODES or not all(0 <= count <= _MOST_GPUS for count in gpus):
             raise SpecError([f"{KEY}.node_gpus: {gpus}, expected the GPUs of each node, such as [8, 8, 0]"])
         return Cluster(tuple(gpus))
-    if config.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_ADDRESS", "local") != "local":
+    if (config.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_ADDRESS") or "local") != "local":
         raise SpecError([f"{KEY}.node_gpus: null, expected the GPUs of each node of the cluster, such as [8, 8, 0]"])
     if config.trainer.device != "cpu":
         import torch
