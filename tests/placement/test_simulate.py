@@ -13,11 +13,10 @@ from vla3_plugin.envs.latency_draw import Duration
 from vla3_plugin.placement.closed_forms import bounds
 from vla3_plugin.placement.simulate import simulate
 from vla3_plugin.placement.simulate_clock import Clock, Device, Event
-from vla3_plugin.placement.simulate_lane import BatchedLane, Call, make_lane, worth_joining
+from vla3_plugin.placement.simulate_lane import BatchedLane, Call, make_lane
 from vla3_plugin.placement.simulate_model import EnvTimes, HostCosts, Layout, Schedule, Workload
 from vla3_plugin.policies.latency import LatencySettings
 from vla3_plugin.rollout.batcher import Batcher
-from vla3_plugin.rollout.denoising import StepJoin
 
 
 def workload(env=100.0, chunks=4, prefix=(10.0, 0.0), step=(5.0, 0.0), denoising_steps=2, train=1.0, **more):
@@ -228,16 +227,6 @@ def test_the_lane_on_the_virtual_clock_makes_the_batches_of_the_threaded_batcher
         if sizes == virtual:
             break
     assert sizes == virtual
-
-
-@given(st.integers(0, 40), st.integers(1, 32), st.integers(1, 32))
-def test_requests_join_a_running_chain_by_the_real_rule(waiting, running, limit):
-    assume(running <= limit)
-    real = StepJoin.__new__(StepJoin)
-    real.max_batch_size, real.join_share = limit, 0.25
-    real._tickets = [None] * running
-    real.batcher = type("Waiting", (), {"depth": waiting})
-    assert worth_joining(waiting, limit - running, running, 0.25) == real._worth_joining()
 
 
 def test_step_join_lets_a_late_request_in_between_two_steps():

@@ -12,7 +12,7 @@ from typing import Any
 
 from vla3_plugin.placement.simulate_clock import Clock, Device, Event, Process
 from vla3_plugin.placement.simulate_model import Workload
-from vla3_plugin.rollout.batcher import BatchRule
+from vla3_plugin.rollout.batcher import BatchRule, worth_joining
 
 _SOON = 1e-9  # a sleep that moves the clock, where rounding leaves a wait of nothing
 
@@ -181,11 +181,6 @@ class StepJoinLane(BatchedLane):
             if request.steps == self.policy.denoising_steps:
                 request.call.answer(version)
         return [request for request in running if request.steps < self.policy.denoising_steps]
-
-
-def worth_joining(waiting: int, room: int, running: int, share: float) -> bool:
-    """Whether those who wait join now; the rule of ``StepJoin``, and a test holds the two together."""
-    return min(waiting, room) >= (share if waiting <= room else 1.0) * running
 
 
 def make_lane(clock: Clock, work: Workload, device: Device) -> Lane:

@@ -385,3 +385,10 @@ def _fail(tickets: Sequence[Ticket], error: BaseException) -> None:
     for ticket in tickets:
         if ticket.claim():
             ticket.future.set_exception(error)
+
+
+def worth_joining(waiting: int, room: int, running: int, share: float) -> bool:
+    """Whether requests that wait join the running chains at a step boundary. Encoding their prefix holds those up, so
+    they come in parties of at least ``share`` of them; where not all find room, in one as large as the running.
+    """
+    return min(waiting, room) >= (share if waiting <= room else 1.0) * running

@@ -20,7 +20,7 @@ import torch
 from vla3_plugin.policies.base import NoiseKey
 from vla3_plugin.policies.chains import Chains
 from vla3_plugin.policies.serve import Arrays, ServedPolicy
-from vla3_plugin.rollout.batcher import Batcher, Ticket
+from vla3_plugin.rollout.batcher import Batcher, Ticket, worth_joining
 from vla3_plugin.telemetry.timeline import Timeline
 
 LANE = "inference"
@@ -145,18 +145,14 @@ class StepJoin:
     def _admit(self, timeout: float | None) -> int:
         """Begin what waits, up to the free room; wait only if nothing runs. Returns how many failed to begin."""
         failed = 0
-        if self._tickets and not self._worth_joining():
+        waiting = self.batcher.depth
+        if self._tickets and not worth_joining(waiting, self._room, self.running, self.join_share):
             return failed
         tickets = self.batcher.take_now(self._room) if self._tickets else _take(self.batcher, timeout, self.timeline)
         while tickets:
             failed += self._begin(tickets)
             tickets = self.batcher.take_now(self._room)  # of the other mode, or room that a failure left
         return failed
-
-    def _worth_joining(self) -> bool:
-        waiting, room = self.batcher.depth, self._room
-        share = self.join_share if waiting <= room else 1.0
-        return min(waiting, room) >= share * self.running
 
     @property
     def _room(self) -> int:
