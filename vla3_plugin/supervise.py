@@ -28,6 +28,7 @@ _LEFT_S = 5.0  # for Ray's processes to end by themselves
 _LOCK_S = 15.0  # for the run before, which may be ending
 _REFUSED = 2  # the exit status of a run that could not start: starting it again would not help
 _PR_SET_PDEATHSIG = 1
+_locked: set[Path] = set()  # by this process, which may start one run after another
 
 
 def supervise(config: DictConfig) -> None:
@@ -71,12 +72,15 @@ def _say(text: str) -> None:
 
 def _lock(run_dir: Path) -> None:
     """Refuse a second run in the same directory: each would clear away what the other is about to save."""
+    if run_dir in _locked:
+        return
     run_dir.mkdir(parents=True, exist_ok=True)
     handle = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)  # closed when its last process ends
     deadline = time.monotonic() + _LOCK_S
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _locked.add(run_dir)
             return
         except BlockingIOError:
             if time.monotonic() > deadline:

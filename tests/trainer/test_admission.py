@@ -136,3 +136,16 @@ def test_a_group_that_lost_an_episode_is_dropped_whole_and_another_takes_its_pla
     assert [g.index for g in dropped] == [0] and dropped[0].trajectories[0]["keys"] == ["0_0"]
     assert admission.dropped == {"quarantined": 1} and admission.dropped_groups == [0]
     assert admission.admit(0) == [1], "within the run's total"
+
+
+def test_a_stop_between_two_steps_gives_nothing_back_that_was_trained_on():
+    """Their samples are gone from the store, and they would be trained on twice."""
+    admission = Admission(group_size=1, groups_per_step=2, max_staleness=0)
+    admission.begin_step(0)
+    for index in admission.admit(0):
+        admission.finished({"episode": {"group_id": index}, "version": 0, "keys": []})
+    admission.take(2)
+    admission.trained()
+    admission.give_back()
+    assert not admission.ready
+    assert admission.state() == {"next_group": 2, "replay": []}

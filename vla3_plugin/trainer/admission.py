@@ -150,8 +150,12 @@ class Admission:
                 chosen.append(group)
         return chosen, stale
 
+    def trained(self) -> None:
+        """The step's groups are behind: nothing gives them back any more."""
+        self._in_step = []
+
     def give_back(self) -> None:
-        """The step's groups will not be trained on now: they are ready, as they were."""
+        """The step's groups will not be trained on now: they are ready, as they were. Nothing after ``trained``."""
         self.ready |= {group.index: group for group in self._in_step}
         self.taken, self._in_step = [], []
 

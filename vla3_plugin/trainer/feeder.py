@@ -118,8 +118,9 @@ class Feeder:
         return chosen
 
     def account(self) -> tuple[list[int], list[int]]:
-        """(groups of this step, groups dropped since the last call)."""
+        """(groups of this step, which has been trained; groups dropped since the last call)."""
         with self._changed:
+            self.admission.trained()
             dropped, self.admission.dropped_groups = self.admission.dropped_groups, []
             return list(self.admission.taken), dropped
 
