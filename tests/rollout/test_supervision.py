@@ -1,5 +1,10 @@
 """Simulators that fail: replaced, their episodes played again or given up, and nothing else changed."""
 
+import queue
+import subprocess
+import sys
+import threading
+
 import numpy as np
 import pytest
 from toy_env import ToyEnv
@@ -137,3 +142,45 @@ def test_simulators_are_recycled_between_episodes_and_nothing_else_changes(slots
     assert sorted(played) == list(range(60))
     for index, trajectory in undisturbed.items():
         np.testing.assert_array_equal(trajectory.samples["rewards"], played[index].samples["rewards"])
+
+
+def test_siblings_of_a_given_up_episode_are_reported_before_anybody_waits_for_more():
+    """The step waits for the whole group, so nothing more comes to wake an interaction that waits first."""
+    made, reported = [], queue.SimpleQueue()
+
+    def make():
+        made.append(Fragile({0}, "reset", num_slots=2, max_steps=10))
+        return made[-1]
+
+    interaction = Interaction([SupervisedEnv(make, Limits(), lambda event: None)], prepare, act, seed=3)
+    source = EpisodeQueue([Assignment(Episode(i, 0, 0, 100, 7)) for i in range(4)])
+    thread = threading.Thread(target=lambda: [reported.put(item) for item in interaction.run(source)], daemon=True)
+    thread.start()
+    items = [reported.get(timeout=10) for _ in range(4)]
+    assert {item.assignment.episode.episode_id for item in items} == {0, 1, 2, 3}
+    assert any(isinstance(item, Quarantined) and item.skipped for item in items)
+    source.close()
+    thread.join(timeout=10)
+    interaction.close()
+    assert not thread.is_alive()
+
+
+def test_a_simulator_that_holds_too_much_memory_is_replaced_between_episodes():
+    """A real process stands for the simulator's; its size is read where the limit is set, and only after an episode."""
+    events, made = [], []
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+
+        def make():
+            made.append(Fragile(num_slots=1, max_steps=4))
+            made[-1].process = process
+            return made[-1]
+
+        interaction = Interaction([SupervisedEnv(make, Limits(recycle_mb=0.5), events.append)], prepare, act, seed=3)
+        plan = [Assignment(Episode(i, i % 2, 0, 100 + i, i)) for i in range(3)]
+        played = list(interaction.run(EpisodeQueue(plan, closed=True)))
+        interaction.close()
+        process.kill()
+    assert len(played) == 3
+    assert [event["kind"] for event in events] == ["env_recycled"] * len(events)
+    assert len(made) == len(events) + 1 > 1
+    assert "vla3.env.recycle_mb = 0.5" in events[0]["why"]

@@ -136,7 +136,7 @@ class Interaction:
             there = [running[key].assignment for key in running if key[0] == env] + [a for _, a in starts.get(env, ())]
             if any(a.suspect for a in there):
                 continue
-            if wait and not starts:
+            if wait and not starts and not self.quarantined:  # those are to be reported first: somebody waits for them
                 with self.timeline.span(self.lane, "wait:data"):
                     assignment = source.take(wait=True)
             else:
