@@ -118,8 +118,8 @@ class ActorWorker(DetachActorWorker):
             weights, _ = self.actor.engine.get_per_tensor_param()
             sends = getattr(self.checkpoint_engine, "is_master", True)
             # every rank drains the generator: it runs the all-gathers
-            copies = [(name, tensor.detach().clone() if sends else tensor[:0]) for name, tensor in weights]
-            self._snapshot = (version, copies if sends else [])
+            copies = [(name, tensor.detach().clone()) for name, tensor in weights if sends]
+            self._snapshot = (version, copies)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> dict[str, Any]:
