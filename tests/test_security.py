@@ -171,17 +171,15 @@ def test_process_groups_listen_on_loopback_and_a_learners_checkpoint_runs_no_cod
 
 
 def test_an_existing_cluster_is_joined_as_its_owner_configured_it(monkeypatch):
-    from omegaconf import OmegaConf
 
-    from vla3_plugin.launch import _joins_a_cluster
-
-    def joins(**ray_init):
-        return _joins_a_cluster(OmegaConf.create({"ray_kwargs": {"ray_init": ray_init}}))
+    from vla3_plugin.profile import joins_a_cluster
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert joins(address="auto") and not joins() and not joins(address="local")
+    assert joins_a_cluster("auto") and not joins_a_cluster() and not joins_a_cluster("local")
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert joins()
+    assert joins_a_cluster() and not joins_a_cluster("local")
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    assert not joins_a_cluster(), "empty is unset, as Ray has it"
 
 
 # ---------------------------------------------------------------- what is never run

@@ -12,6 +12,7 @@ from typing import Any
 from vla3_plugin.doctor import Finding, ProbeError, probe
 from vla3_plugin.envs import wire
 from vla3_plugin.placement.memory import GB, MB, available_memory, estimate
+from vla3_plugin.profile import joins_a_cluster
 
 FILES_NEEDED, FILES_WANTED = 512, 4096  # Ray and the simulators' pipes take hundreds
 BLOCK = 64 * MB  # shared memory of one simulator process with several cameras at full size, rounded up
@@ -177,6 +178,7 @@ from hydra import compose, initialize_config_module
 from vla3_plugin import config_cross, config_verl
 from vla3_plugin.config import ConfigError, parse
 from vla3_plugin.placement.fit import demand
+from vla3_plugin.profile import joins_a_cluster
 from vla3_plugin.trainer.preflight import preflight
 with initialize_config_module("verl.trainer.config", version_base=None):
     config = compose("ppo_trainer", overrides=["+recipe=" + sys.argv[1]])
@@ -192,7 +194,7 @@ if not answer["faults"]:
     memory = sections.get("memory", {})
     answer |= {"arithmetic": needed.arithmetic(), "gpus": needed.gpus, "cpus": needed.cpus,
                "device": str(config.trainer.device), "memory": memory.get("host"), "available": memory.get("available")}
-    if os.environ.get("RAY_ADDRESS") or "local" != "local":
+    if joins_a_cluster():
         import ray
         ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False)
         answer["cluster"] = ray.cluster_resources()
@@ -220,7 +222,7 @@ def check_recipe(recipe: str, deadline_s: float = 240.0) -> list[Finding]:
         return [
             Finding(name, "bad", "\n".join(answer["faults"]), "change the keys that are named, or mend what they need")
         ]
-    there, own = answer["cluster"], os.environ.get("RAY_ADDRESS") or "local" == "local"
+    there, own = answer["cluster"], not joins_a_cluster()
     short = answer["device"] != "cpu" and there.get("GPU", 0) < answer["gpus"]
     short |= not own and (there.get("CPU", 0) < answer["cpus"] or there.get("GPU", 0) < answer["gpus"])
     text = f"{answer['arithmetic']}; {'here' if own else 'the cluster has'}: {there.get('GPU', 0):g} GPUs, "

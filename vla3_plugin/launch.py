@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from vla3_plugin.config import ConfigError, VLA3Config, parse, unknown_key
+from vla3_plugin.profile import joins_a_cluster
 from vla3_plugin.resources import recipe_names
 
 
@@ -133,7 +134,7 @@ def _derive(config: DictConfig, vla3: VLA3Config) -> None:
         config.actor_rollout_ref.actor.use_kl_loss = vla3.algorithm.kl_beta > 0
         config.actor_rollout_ref.rollout.n = 1  # groups are the episode plan's; verl must not multiply by them again
         ray_init = config.ray_kwargs.ray_init
-        if not _joins_a_cluster(config):
+        if not joins_a_cluster(ray_init.get("address")):
             needed = demand(config)
             ray_init.num_cpus = max(needed.cpus, ray_init.get("num_cpus") or os.cpu_count() or 1)
             if config.trainer.device == "cpu":
@@ -144,15 +145,9 @@ def _derive(config: DictConfig, vla3: VLA3Config) -> None:
     os.environ.setdefault("TENSORBOARD_DIR", os.path.join(config.vla3.run_dir, "tensorboard"))
 
 
-def _joins_a_cluster(config: DictConfig) -> bool:
-    """Whether Ray will connect to a cluster that stands already, instead of starting one."""
-    address = config.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_ADDRESS") or "local"
-    return address != "local"
-
-
 def prepare_local_cluster(config: DictConfig) -> None:
     """What a Ray of our own needs to know before it starts."""
-    if _joins_a_cluster(config):
+    if joins_a_cluster(config.ray_kwargs.ray_init.get("address")):
         return
     os.environ.setdefault("RAY_worker_niceness", "0")  # ray's 15 lets any other job starve the trainer
     # ray's record of every task, for a dashboard that is off: each request is a task, and it grew by 0.25 MB a second

@@ -39,6 +39,14 @@ def resolve_profile() -> str:
     return requested
 
 
+def joins_a_cluster(address: str | None = None) -> bool:
+    """Whether Ray will connect to a cluster that stands already, instead of starting one.
+
+    ``address``: ``ray_kwargs.ray_init.address``; where there is none the environment's counts.
+    """
+    return (address or os.environ.get("RAY_ADDRESS") or "local") != "local"
+
+
 def policy_choice(published: str) -> str:
     """Of a family's configs (``configs/policy/FAMILY``): ``nano`` on a CPU, else the ``published`` settings."""
     return "nano" if resolve_profile() == "cpu" else published

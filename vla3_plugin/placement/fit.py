@@ -1,8 +1,9 @@
 """Whether the run's roles fit the Ray cluster. A placement group that does not fit would wait for ever."""
 
-import os
 from dataclasses import dataclass
 from typing import Any
+
+from vla3_plugin.profile import joins_a_cluster
 
 COLOCATED = 3  # CPUs verl reserves for each training worker's bundle (ResourcePoolManager.max_colocate_count)
 REPLICA = 2  # and for each standalone replica's
@@ -83,7 +84,7 @@ def check_cluster(config: Any) -> None:
 
 def local_faults(config: Any) -> list[str]:
     """What a cluster of this one machine could not hold, before it is started: real accelerators cannot be invented."""
-    if config.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_ADDRESS") or config.trainer.device != "cuda":
+    if joins_a_cluster(config.ray_kwargs.ray_init.get("address")) or config.trainer.device != "cuda":
         return []
     import torch
 

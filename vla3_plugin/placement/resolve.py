@@ -6,7 +6,6 @@ A run without any of these keys is placed by verl's own: ``trainer.n_gpus_per_no
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from omegaconf import OmegaConf, open_dict
 
 from vla3_plugin.placement.pools import MODEL, SIMULATOR, budget_faults
 from vla3_plugin.placement.spec import KEY, Cluster, Device, Placement, SpecError, devices_text, resolve
+from vla3_plugin.profile import joins_a_cluster
 
 if TYPE_CHECKING:
     from vla3_plugin.config import PlacementConfig, VLA3Config
@@ -109,7 +109,7 @@ def _cluster(config: Any, spec: PlacementConfig) -> Cluster:
         if not 0 < len(gpus) <= _MOST_NODES or not all(0 <= count <= _MOST_GPUS for count in gpus):
             raise SpecError([f"{KEY}.node_gpus: {gpus}, expected the GPUs of each node, such as [8, 8, 0]"])
         return Cluster(tuple(gpus))
-    if (config.ray_kwargs.ray_init.get("address") or os.environ.get("RAY_ADDRESS") or "local") != "local":
+    if joins_a_cluster(config.ray_kwargs.ray_init.get("address")):
         raise SpecError([f"{KEY}.node_gpus: null, expected the GPUs of each node of the cluster, such as [8, 8, 0]"])
     if config.trainer.device != "cpu":
         import torch
