@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 
 from vla3_plugin.config import VLA3Config
 from vla3_plugin.envs import registry
+from vla3_plugin.envs.rendering import ASSIGNED, EglDevice, RenderingError, child_environment, egl_devices
 from vla3_plugin.placement.fit import PlacementError, demand
-from vla3_plugin.placement.rendering import ASSIGNED, EglDevice, RenderingError, child_environment, egl_devices
 from vla3_plugin.placement.resolve import bundle_cpus, derive, place, placement_of, share, summary
 from vla3_plugin.placement.spec import Cluster, resolve
 
@@ -109,7 +109,7 @@ def test_the_simulators_process_is_told(tmp_path, monkeypatch):
     (tmp_path / "reporter.py").write_text(REPORTER)
     monkeypatch.setenv(ASSIGNED, "cuda")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    monkeypatch.setattr("vla3_plugin.placement.rendering.egl_devices", lambda: (HIDDEN, OWN))
+    monkeypatch.setattr("vla3_plugin.envs.rendering.egl_devices", lambda: (HIDDEN, OWN))
     out = tmp_path / "out.json"
     with registry.make_env("reporter:make", {"path": str(out)}, paths=[str(tmp_path)], name="reporter"):
         assert json.loads(out.read_text()) == {"CUDA_VISIBLE_DEVICES": "3", "MUJOCO_EGL_DEVICE_ID": "1"}

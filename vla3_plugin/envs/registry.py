@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 from typing import Any, Optional
 
 from vla3_plugin.envs.process import EnvProcess
-from vla3_plugin.placement.rendering import ASSIGNED, child_environment
+from vla3_plugin.envs.rendering import ASSIGNED, child_environment
 
 GROUP = "vla3.envs"
 BUILT_IN = {

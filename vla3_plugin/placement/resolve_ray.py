@@ -25,8 +25,8 @@ from verl.utils.device import get_device_name
 from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.replica import RolloutMode
 
+from vla3_plugin.envs.rendering import ASSIGNED
 from vla3_plugin.placement.fit import PlacementError
-from vla3_plugin.placement.rendering import ASSIGNED
 from vla3_plugin.placement.resolve import bundle_cpus, share
 from vla3_plugin.placement.spec import Device, Placement
 from vla3_plugin.rollout.policy_worker import PolicyReplica
