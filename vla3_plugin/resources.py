@@ -17,9 +17,3 @@ def resource_dir(name: str) -> Path:
 def recipe_names() -> list[str]:
     """Recipes by the name a user gives: ``recipe=NAME``."""
     return sorted(path.stem for path in resource_dir("recipes").glob("*.yaml"))
-
-
-def embedded_weights(name: str | Path) -> str:
-    """The directory of policy weights that ship with the plugin, for their name; anything else stands for itself."""
-    inside = PACKAGE / "weights" / str(name)
-    return str(inside) if "/" not in str(name) and inside.is_dir() else str(name)

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -212,15 +211,6 @@ def test_a_saved_policy_acts_as_before(preset, tmp_path):
         one, two = (p.act(p.prepare(observations(3)), keys(3), mode) for p in (policy, loaded))
         assert torch.equal(one.actions, two.actions) and torch.equal(one.logprob, two.logprob)
         assert torch.equal(one.value, two.value) and one.trace.keys() == two.trace.keys()
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    if dist.is_initialized():
-        pytest.skip("another test holds the process group")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])

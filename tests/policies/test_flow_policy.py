@@ -10,10 +10,11 @@ import logging
 import math
 
 import numpy as np
+import policy_inputs
 import pytest
 import torch
+from policy_inputs import keys, rows, stored
 
-from vla3_plugin.contract import Observation
 from vla3_plugin.policies.flow_policy import FlowPolicy, FlowSettings
 from vla3_plugin.policies.pi0 import PI0Policy
 from vla3_plugin.policies.pi05 import PI05Policy
@@ -61,28 +62,8 @@ def small(family: str, dropout: float = 0.0, **settings) -> FlowPolicy:
 
 
 def prepared(policy: FlowPolicy, count: int) -> dict[str, torch.Tensor]:
-    rng, tasks = np.random.default_rng(11), ["pick up the red cube", "push the bowl to the left", "stack"]
-    shown = [
-        Observation(
-            {c: rng.integers(0, 256, (32, 32, 3), dtype=np.uint8) for c in ("a", "b")},
-            rng.normal(size=5).astype(np.float32),
-            tasks[i % 3],
-        )
-        for i in range(count)
-    ]
-    return policy.prepare(shown)
-
-
-def keys(count: int) -> list[tuple[int, int, int]]:
-    return [(5, 100 + i, i % 3) for i in range(count)]
-
-
-def rows(tensors, index):
-    return {name: tensor[index] for name, tensor in tensors.items()}
-
-
-def stored(inputs, chunk):
-    return {**inputs, **{f"trace.{name}": tensor for name, tensor in chunk.trace.items()}}
+    rng = np.random.default_rng(11)
+    return policy.prepare(policy_inputs.observations(count, state=5, rng=rng))
 
 
 def assert_evaluated(evaluate, batch, chunk, tolerance: float) -> None:

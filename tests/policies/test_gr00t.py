@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable
 
 import numpy as np
+import policy_inputs
 import pytest
 import torch
 import torch.nn.functional as F
+from policy_inputs import keys, rows, stored
 
-from vla3_plugin.contract import Observation
 from vla3_plugin.policies.chains import Chains
 from vla3_plugin.policies.gr00t import GR00TPolicy
 from vla3_plugin.policies.gr00t_modules import ActionEncoder, TimestepEncoder
@@ -49,30 +50,8 @@ def small(**settings) -> GR00TPolicy:
     return policy.eval()
 
 
-TASKS = ["pick up the red cube", "push the bowl to the left of the plate", "stack"]
-
-
-def observations(count: int) -> list[Observation]:
-    return [
-        Observation(
-            {c: RNG.integers(0, 256, (32, 32, 3), dtype=np.uint8) for c in ("a", "b")},
-            RNG.normal(size=9).astype(np.float32),
-            TASKS[i % 3],
-        )
-        for i in range(count)
-    ]
-
-
-def keys(count: int) -> list[tuple[int, int, int]]:
-    return [(5, 100 + i, i % 3) for i in range(count)]
-
-
-def rows(tensors, index):
-    return {name: tensor[index] for name, tensor in tensors.items()}
-
-
-def stored(inputs, chunk):
-    return {**inputs, **{f"trace.{name}": tensor for name, tensor in chunk.trace.items()}}
+def observations(count: int):
+    return policy_inputs.observations(count, rng=RNG)
 
 
 MODES = [

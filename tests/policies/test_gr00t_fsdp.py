@@ -11,7 +11,6 @@ import copy
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from vla3_plugin.contract import Observation
@@ -30,15 +29,6 @@ MODEL = model_sizes(
     layers=2, image_token=14, vl=(1, 2, 16), dit=(2, 2, 16), hidden=20, horizon=4, max_state_dim=9, max_action_dim=7,
     embodiments=1, future_tokens=2, max_positions=8, dropout=0.0, initializer_range=0.2,
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    if dist.is_initialized():
-        pytest.skip("another test holds the process group")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 def gradients(module, batch, task, names):

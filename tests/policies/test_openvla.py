@@ -6,8 +6,10 @@ What both families promise is tested on both; ``test_openvla_oft`` holds what is
 from __future__ import annotations
 
 import numpy as np
+import policy_inputs
 import pytest
 import torch
+from policy_inputs import keys, rows, stored
 
 from vla3_plugin.contract import Observation
 from vla3_plugin.policies.checkpoints import CheckpointError
@@ -55,28 +57,8 @@ def small(preset: str, *, spread: float = 0.1, **settings):
     return policy.eval()
 
 
-def observations(count: int, size: int = 40) -> list[Observation]:
-    tasks = ["pick up the red cube", "push the bowl to the left of the plate", "stack"]
-    return [
-        Observation(
-            {c: RNG.integers(0, 256, (size, size, 3), dtype=np.uint8) for c in ("a", "b")},
-            RNG.normal(size=9).astype(np.float32),
-            tasks[i % 3],
-        )
-        for i in range(count)
-    ]
-
-
-def keys(count: int) -> list[tuple[int, int, int]]:
-    return [(5, 100 + i, i % 3) for i in range(count)]
-
-
-def rows(tensors, index):
-    return {name: tensor[index] for name, tensor in tensors.items()}
-
-
-def stored(inputs, chunk):
-    return {**inputs, **{f"trace.{name}": tensor for name, tensor in chunk.trace.items()}}
+def observations(count: int, size: int = 40):
+    return policy_inputs.observations(count, size, rng=RNG)
 
 
 @pytest.fixture(params=FAMILIES)

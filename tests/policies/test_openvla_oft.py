@@ -7,7 +7,6 @@ import copy
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from vla3_plugin.contract import Observation
@@ -142,15 +141,6 @@ def test_settings_of_both_families_that_make_no_sense_are_refused(family, preset
 
 
 # below FSDP2, wrapped as verl wraps it
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    if dist.is_initialized():
-        pytest.skip("another test holds the process group")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 def sharded(policy, mesh):

@@ -7,8 +7,10 @@ import logging
 import math
 
 import numpy as np
+import policy_inputs
 import pytest
 import torch
+from policy_inputs import keys, rows, stored
 
 from vla3_plugin.contract import Observation
 from vla3_plugin.policies.checkpoints import CheckpointError
@@ -47,28 +49,8 @@ def small(**settings) -> PI0Policy:
     return policy
 
 
-def observations(count: int, size: int = 32) -> list[Observation]:
-    tasks = ["pick up the red cube", "push the bowl to the left of the plate", "stack"]
-    return [
-        Observation(
-            {c: RNG.integers(0, 256, (size, size, 3), dtype=np.uint8) for c in ("a", "b")},
-            RNG.normal(size=9).astype(np.float32),
-            tasks[i % 3],
-        )
-        for i in range(count)
-    ]
-
-
-def keys(count: int) -> list[tuple[int, int, int]]:
-    return [(5, 100 + i, i % 3) for i in range(count)]
-
-
-def rows(tensors, index):
-    return {name: tensor[index] for name, tensor in tensors.items()}
-
-
-def stored(inputs, chunk):
-    return {**inputs, **{f"trace.{name}": tensor for name, tensor in chunk.trace.items()}}
+def observations(count: int, size: int = 32):
+    return policy_inputs.observations(count, size, rng=RNG)
 
 
 MODES = [

@@ -8,7 +8,6 @@ from collections import UserDict
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from vla3_plugin.contract import Observation
@@ -26,15 +25,6 @@ MODEL = _pi0_model(
     ),
     initializer_range=0.1, chunk_size=4, max_action_dim=7,
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    if dist.is_initialized():
-        pytest.skip("another test holds the process group")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module", params=["pi0", "pi05"])

@@ -6,15 +6,18 @@ one entry point for everything that needs gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from vla3_plugin.contract import Observation
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 NoiseKey = tuple[int, int, int]  # (run seed, episode id, chunk index)
 
@@ -77,6 +80,21 @@ class VLAPolicy(nn.Module):
             for module in self.modules():
                 recomputed = recomputing and getattr(module, "gradient_checkpointing", False)
                 module.training = active or module is self or recomputed
+
+    # what verl's engine and peft ask of a model
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        """Let ``.to(bfloat16)`` change parameters only: rounded rotary frequencies would move every position."""
+        tables = [(module, name, table) for module in self.modules() for name, table in module._buffers.items()]
+        super()._apply(fn, recurse)
+        for module, name, table in tables:
+            now = module._buffers[name]
+            if table is not None and now is not None and now.dtype != table.dtype:
+                module._buffers[name] = table.to(now.device)
+        return self
+
+    def can_generate(self) -> bool:
+        return False
 
     def describe(self) -> dict[str, Any]:
         """Sizes and settings for the preflight summary."""

@@ -7,7 +7,7 @@ and every submodule is called through ``__call__``, so that FSDP's and LoRA's wr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -305,19 +305,6 @@ class FlowPolicy(VLAPolicy):
         return {"loss": error.square()}
 
     # what verl's engine and peft ask of a model
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        """Let ``.to(bfloat16)`` change parameters only: rounded rotary frequencies would move every position."""
-        tables = [(module, name, table) for module in self.modules() for name, table in module._buffers.items()]
-        super()._apply(fn, recurse)
-        for module, name, table in tables:
-            now = module._buffers[name]
-            if table is not None and now is not None and now.dtype != table.dtype:
-                module._buffers[name] = table.to(now.device)
-        return self
-
-    def can_generate(self) -> bool:
-        return False
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
         """Recompute each layer's activations in the backward pass instead of keeping them.

@@ -223,9 +223,6 @@ class LatencyPolicy(VLAPolicy):
 
     # what verl's engine asks of a model
 
-    def can_generate(self) -> bool:
-        return False
-
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Takes ``sync_ms``, in whichever lane a new version is taken in."""
         start = time.perf_counter()

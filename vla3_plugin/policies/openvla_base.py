@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -164,19 +164,6 @@ class TokenPolicy(VLAPolicy):
         return {"loss": -tokens.token_logprob(self._chunked(logprobs), offsets)}
 
     # what verl's engine and peft ask of a model
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> TokenPolicy:
-        """Let ``.to(bfloat16)`` change parameters only: rounded rotary frequencies would move every position."""
-        tables = [(module, name, table) for module in self.modules() for name, table in module._buffers.items()]
-        super()._apply(fn, recurse)
-        for module, name, table in tables:
-            now = module._buffers[name]
-            if table is not None and now is not None and now.dtype != table.dtype:
-                module._buffers[name] = table.to(now.device)
-        return self
-
-    def can_generate(self) -> bool:
-        return False
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
         """Recompute each layer's activations in the backward pass instead of keeping them."""

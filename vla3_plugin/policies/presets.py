@@ -117,6 +117,15 @@ _PRISMATIC_NANO = _prismatic_model(
     vocab_padding=0,
 )
 
+_TOKENS: dict[str, Any] = dict(prompt=OPENVLA_PROMPT, normalisation="quantiles")
+_TOKENS_NANO: dict[str, Any] = dict(
+    _TOKENS,
+    policy=dict(value_hidden=128),
+    image_size=(64, 64),
+    max_tokens=36,
+    words=("what", "action", "should", "robot", "take", "out", *NANO_WORDS),
+)
+
 PRESETS: dict[str, Preset] = {
     "pi0": Preset(
         family="pi0",
@@ -219,38 +228,26 @@ PRESETS: dict[str, Preset] = {
         summary="the published sizes: DINOv2-L, SigLIP-So400m and Llama-2 7B, one action token by token, 224 px",
         model=_prismatic_model(),
         max_tokens=64,
-        prompt=OPENVLA_PROMPT,
-        normalisation="quantiles",
+        **_TOKENS,
     ),
     "openvla-oft": Preset(
         family="openvla_oft",
         summary="the same network decoding chunks of 8 actions in parallel",
         model=_prismatic_model(),
         max_tokens=64,
-        prompt=OPENVLA_PROMPT,
-        normalisation="quantiles",
+        **_TOKENS,
     ),
     "openvla-nano": Preset(
         family="openvla",
         summary="the same classes at 2 M parameters, 64 px: a policy that samples and trains on one CPU core",
         model=_PRISMATIC_NANO,
-        policy=dict(value_hidden=128),
-        image_size=(64, 64),
-        max_tokens=36,
-        words=("what", "action", "should", "robot", "take", "out", *NANO_WORDS),
-        prompt=OPENVLA_PROMPT,
-        normalisation="quantiles",
+        **_TOKENS_NANO,
     ),
     "openvla-oft-nano": Preset(
         family="openvla_oft",
         summary="the same network at 2 M parameters decoding chunks of 8 actions in parallel",
         model=_PRISMATIC_NANO,
-        policy=dict(value_hidden=128),
-        image_size=(64, 64),
-        max_tokens=36,
-        words=("what", "action", "should", "robot", "take", "out", *NANO_WORDS),
-        prompt=OPENVLA_PROMPT,
-        normalisation="quantiles",
+        **_TOKENS_NANO,
     ),
     "latency": Preset(
         family="latency",
