@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from vla3_plugin.pulse import Pulse, PulseListener
+
 # What stands for a run: it notes that it has begun, stops when the file is there, and saves.
 RUN = """
 import os, subprocess, sys, time, pathlib
@@ -16,7 +18,7 @@ from vla3_plugin import supervise
 how, root = sys.argv[1], pathlib.Path(sys.argv[2])
 supervise._LEFT_S, supervise._LOCK_S = 2.0, 0.5
 trainer = {"default_local_dir": str(root / "checkpoints"), "resume_mode": "disable"}
-config = OmegaConf.create({"vla3": {"run_dir": str(root), "max_restarts": 2}, "trainer": trainer})
+config = OmegaConf.create({"vla3": {"run_dir": str(root), "max_restarts": 2, "heartbeat_s": 3.0}, "trainer": trainer})
 supervise.supervise(config)
 with (root / "begun").open("a") as file:
     file.write(config.trainer.resume_mode + "\\n")
@@ -26,6 +28,13 @@ if how == "fails":
     sys.exit(1)
 if how == "refuses":
     sys.exit(2)
+if how == "hangs" and config.trainer.resume_mode == "disable":
+    (root / "checkpoints" / "global_step_1").mkdir(parents=True, exist_ok=True)
+    os.kill(os.getpid(), 19)
+if how == "trainer hangs":  # another process, as the one is that Ray starts
+    code = "import os, pathlib, sys, time; from vla3_plugin.pulse import Pulse; "
+    code += "Pulse(pathlib.Path(sys.argv[1]), 'trainer'); time.sleep(1.5); os.kill(os.getpid(), 19)"
+    subprocess.run([sys.executable, "-c", code, str(root)])
 if how == "leaves":  # a process of another session, as Ray's are
     nowhere = subprocess.DEVNULL
     subprocess.Popen(["sleep", "60"], start_new_session=True, stdin=nowhere, stdout=nowhere, stderr=nowhere)
@@ -119,3 +128,43 @@ def test_a_second_run_in_the_same_directory_is_refused_and_does_not_disturb_the_
     assert second.wait(20) == 2 and "another run is under way" in second.stderr.read()
     first.send_signal(signal.SIGTERM)
     assert first.wait(10) == 128 + signal.SIGTERM and lives(tmp_path) == ["disable"]
+
+
+def test_a_driver_that_hangs_is_killed_and_the_run_starts_again(start, tmp_path):
+    process = start("hangs", stderr=subprocess.PIPE)
+    assert eventually(lambda: lives(tmp_path) == ["disable", "auto"])
+    time.sleep(4)  # longer than the heartbeat: the second life is not taken for silent
+    assert lives(tmp_path) == ["disable", "auto"]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 128 + signal.SIGTERM
+    assert "the driver gave no sign of life for vla3.heartbeat_s = 3 s" in process.stderr.read()
+
+
+def test_a_trainer_that_hangs_ends_the_run_although_the_driver_waits_for_it_in_good_health(start, tmp_path):
+    process = start("trainer hangs", stderr=subprocess.PIPE)
+    assert eventually(lambda: process.poll() is not None, 40)
+    assert process.returncode == 128 + signal.SIGKILL and len(lives(tmp_path)) == 3
+    assert "the trainer gave no sign of life" in process.stderr.read()
+
+
+def test_silence_is_counted_in_looks_so_a_listener_that_slept_itself_accuses_nobody(tmp_path):
+    listener = PulseListener(tmp_path, 0.5, 1.0)
+    pulse = Pulse(tmp_path, "trainer")
+    assert [listener.silent() for _ in range(2)] == [None] * 2
+    time.sleep(2.5)  # nobody looks
+    assert listener.silent() is None
+    pulse.close()
+    assert [listener.silent() for _ in range(9)] == [None] * 9, "one that has ended is not hung"
+    hung = tmp_path / ".pulse" / "driver"
+    hung.touch()
+    assert [listener.silent() for _ in range(3)] == [None, None, "driver"]
+
+
+def test_a_pulse_needs_no_room_on_the_disk(tmp_path):
+    """A file system without a free block: the sign is the file's time."""
+    pulse = Pulse(tmp_path, "trainer")
+    path = tmp_path / ".pulse" / "trainer"
+    first = path.stat().st_mtime_ns
+    assert eventually(lambda: path.stat().st_mtime_ns != first)
+    assert path.stat().st_size == 0
+    pulse.close()

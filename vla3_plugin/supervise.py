@@ -19,6 +19,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from vla3_plugin.pulse import Pulse, PulseListener
+
 STOP_FILE = "stop"  # in the run directory: asks the trainer to end, with a checkpoint
 LOCK_FILE = ".lock"  # there too: held by a run's supervisor and driver while one of them lives
 TAG, SWITCH = "VLA3_RUN_TAG", "VLA3_SUPERVISE"  # SWITCH=0: run in this process, for debuggers
@@ -26,6 +28,7 @@ GRACE_S = 25.0  # from the first signal to the hard end
 _HARD_S = 8.0  # from asking the child's process to end to killing it
 _LEFT_S = 5.0  # for Ray's processes to end by themselves
 _LOCK_S = 15.0  # for the run before, which may be ending
+_LOOK_S = 0.2  # between two looks at the child
 _REFUSED = 2  # the exit status of a run that could not start: starting it again would not help
 _PR_SET_PDEATHSIG = 1
 _locked: set[Path] = set()  # by this process, which may start one run after another
@@ -33,8 +36,9 @@ _locked: set[Path] = set()  # by this process, which may start one run after ano
 
 def supervise(config: DictConfig) -> None:
     """Returns in the child, where the run goes on; in the calling process it ends with the run's exit status."""
-    stop, checkpoints = Path(config.vla3.run_dir) / STOP_FILE, Path(config.trainer.default_local_dir)
-    _lock(Path(config.vla3.run_dir))
+    run_dir, checkpoints = Path(config.vla3.run_dir), Path(config.trainer.default_local_dir)
+    stop = run_dir / STOP_FILE
+    _lock(run_dir)
     stop.unlink(missing_ok=True)
     if os.environ.get(SWITCH) == "0" or not hasattr(os, "fork"):
         return
@@ -44,16 +48,19 @@ def supervise(config: DictConfig) -> None:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()
+        pulses = PulseListener(run_dir, _LOOK_S, config.vla3.heartbeat_s)
         child = os.fork()
         if child == 0:
             watch.forget()
             _become_child()
+            Pulse(run_dir, "driver")
             # what this run has saved, and not what an older one has that it did not resume from
             if attempt and _checkpoints(checkpoints) - before:
                 config.trainer.resume_mode = "auto"
             return
-        status = watch.until_it_ends(child)
+        status = watch.until_it_ends(child, pulses)
         left = _sweep(os.environ[TAG], wait_s=_LEFT_S)
+        pulses.clear()
         if left:
             _say(f"ended {left} processes that the run had left behind")
         if status in (0, _REFUSED) or watch.signalled is not None or attempt == config.vla3.max_restarts:
@@ -121,15 +128,18 @@ class _Watch:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def until_it_ends(self, child: int) -> int:
-        """The child's exit status."""
+    def until_it_ends(self, child: int, pulses: PulseListener) -> int:
+        """The child's exit status. It is killed when it, or the trainer that it started, shows no sign of life."""
         while True:
             pid, status = os.waitpid(child, os.WNOHANG)
             if pid:
                 code = os.waitstatus_to_exitcode(status)
                 return code if code >= 0 else 128 - code
             self._hurry(child)
-            time.sleep(0.2)
+            if (hung := pulses.silent()) is not None and self.kill_at == float("inf"):
+                _say(f"the {hung} gave no sign of life for vla3.heartbeat_s = {pulses.silence_s:g} s")
+                os.kill(child, signal.SIGKILL)
+            time.sleep(_LOOK_S)
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         now = time.monotonic()

@@ -65,10 +65,10 @@ def hands(monkeypatch):
     fake = SimpleNamespace(
         wait=lambda refs, num_returns, timeout: (refs, []),
         get=get,
-        kill=lambda handle, no_restart: setattr(handle, "kills", handle.kills + 1),
         exceptions=ray.exceptions,
     )
     monkeypatch.setattr(manager, "ray", fake)
+    monkeypatch.setattr(manager, "replace", lambda handle, kind, starting: setattr(handle, "kills", handle.kills + 1))
     monkeypatch.setattr(manager, "_POLL_S", 0.1)
     monkeypatch.setattr(manager.EnvSpec, "from_json", lambda data: data)
     monkeypatch.setattr(manager.store, "clear_episodes", lambda episodes: None)

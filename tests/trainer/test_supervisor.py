@@ -70,6 +70,7 @@ def watch(monkeypatch):
         exceptions=ray.exceptions,
     )
     monkeypatch.setattr(supervisor, "ray", fake)
+    monkeypatch.setattr(supervisor, "replace", lambda handle, kind, starting: fake.kill(handle))
     monkeypatch.setattr(supervisor, "_PERIOD_S", 0.02)
 
     def start(worker, deadline_s=10.0, start_s=10.0, learner=None):

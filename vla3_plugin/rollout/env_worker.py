@@ -7,6 +7,7 @@ and none waits for another; otherwise one loop steps all of the worker's environ
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -97,7 +98,12 @@ class EnvWorker:
         """The policy workers to ask, its own first.
 
         Not the constructor's: Ray restarts an actor only while the constructor's arguments last, and handles do not.
+
+        Who connects a second time holds this process for lost, because a message from it was, and will have its
+        episodes played again: so that nothing is played by both, it ends, and Ray starts another.
         """
+        if self.policy.workers:
+            os._exit(1)
         self.policy.workers = list(policy_workers)
 
     def spec(self) -> dict[str, Any]:

@@ -22,12 +22,14 @@ from vla3_plugin.contract import EnvSpec, Episode
 from vla3_plugin.rollout import store
 from vla3_plugin.rollout.env_worker import EnvWorker
 from vla3_plugin.rollout.episodes import Assignment, Mode
+from vla3_plugin.rollout.replacing import replace
 from vla3_plugin.rollout.stopping import Stopped
 from vla3_plugin.rollout.supervision import Event
 
 Summary = dict[str, Any]
 _POLL_S = 5.0  # how long a worker holds a call for finished episodes; it answers at once when there is one
 _PAUSE_S = 1.0  # between two looks at a worker that is being restarted
+_CLOSE_S = 5.0  # for a worker to end its simulators; a run that was told to stop has little time
 
 
 class InteractionManager:
@@ -191,10 +193,10 @@ class InteractionManager:
             return
         self._closed = True
         self._events.put(("close", None))
-        self._thread.join(timeout=30)
+        self._thread.join(timeout=_CLOSE_S)
         calls = [w.close.remote() for w in self.workers]
         # one that is gone or hangs must not fail a run that is over
-        ray.wait(calls, num_returns=len(calls), timeout=30)
+        ray.wait(calls, num_returns=len(calls), timeout=_CLOSE_S)
 
     # ---- the dispatching thread ----
 
@@ -326,11 +328,11 @@ class InteractionManager:
         for worker, since in enumerate(self._listening):
             if since is not None and time.monotonic() - since > _POLL_S + self.heartbeat_s:
                 self._listening[worker] = time.monotonic()
-                ray.kill(self.workers[worker], no_restart=False)
+                replace(self.workers[worker], EnvWorker.__name__, starting=False)
         for worker in self._reviving:  # the new process can hang too
             if time.monotonic() - self._asked[worker] > self.start_s:
                 self._asked[worker] = time.monotonic()
-                ray.kill(self.workers[worker], no_restart=False)
+                replace(self.workers[worker], EnvWorker.__name__, starting=True)
 
     def _check_deadline(self) -> None:
         for worker, since in self._reviving.items():

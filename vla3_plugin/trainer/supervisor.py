@@ -15,6 +15,8 @@ from typing import Any
 
 import ray
 
+from vla3_plugin.rollout.policy_worker import PolicyWorker
+from vla3_plugin.rollout.replacing import replace
 from vla3_plugin.rollout.supervision import Event
 from vla3_plugin.trainer.publisher import Publisher
 
@@ -108,8 +110,9 @@ class Supervisor:
                     "new process does not answer"
                 )
             if now - worker.asked > (self.start_s if worker.away else self.heartbeat_s):
+                starting = worker.away
                 self._lose(rank, worker, f"it gave no sign of life for vla3.heartbeat_s = {self.heartbeat_s:g} s")
-                ray.kill(worker.handle, no_restart=False)
+                replace(worker.handle, PolicyWorker.__name__, starting=starting)
                 worker.call = None
             return
         call, worker.call = worker.call, None

@@ -29,6 +29,7 @@ from vla3_plugin.learner.objective import Objective
 from vla3_plugin.placement import pools, resolve_ray
 from vla3_plugin.placement.fit import check_cluster
 from vla3_plugin.placement.resolve import placement_of
+from vla3_plugin.pulse import Pulse
 from vla3_plugin.rollout import store
 from vla3_plugin.rollout.plan import EpisodePlan, split_init_states
 from vla3_plugin.rollout.stopping import Stopped, StopRequest
@@ -157,8 +158,7 @@ class VLA3Trainer(PPOTrainer):
         self.faults = FaultLog(self.run_dir)
         agent_loop_manager.on_event, agent_loop_manager.stop = self.faults, self.stop
         self.trained_steps = self.saved_step = self.global_steps
-        supervisor = self._supervisor()
-        completed = False
+        supervisor, pulse, completed = self._supervisor(), Pulse(self.run_dir, "trainer"), False
         try:
             super().fit(agent_loop_manager)
             self.publisher.wait()
@@ -170,6 +170,7 @@ class VLA3Trainer(PPOTrainer):
             self.swimlanes.close()
             agent_loop_manager.close()
             print(self.record.finish(completed), flush=True)
+            pulse.close()
 
     def _build_feeder(self, train_states: list[int]) -> Feeder:
         stage, size = self.vla3.stages.training, self.vla3.algorithm.group_size
