@@ -68,10 +68,13 @@ def wait_for(condition, seconds):
 def start_run(third_party):
     """``start_run(directory, *overrides)`` starts a run and returns (process, tag for ``marked``, log file)."""
 
-    def start(directory: Path, *overrides: str, recipe="vla3_maniskill_sync"):
+    def start(directory: Path, *overrides: str, recipe="vla3_maniskill_sync", **variables: str):
         tag = f"{os.getpid()}-{directory}"
         command = [sys.executable, "-m", "verl.trainer.main", f"recipe={recipe}", f"vla3.run_dir={directory}"]
         environment = {**os.environ, "PYTHONPATH": str(third_party), "VLA3_PROFILE": "cpu", "VLA3_TEST_TAG": tag}
+        environment |= variables
+        for what in ("CLOCK", "BAD_GRADIENT"):  # see the third-party package
+            environment[f"VLA3_TEST_{what}"] = str(directory.parent / what.lower())
         directory.mkdir(parents=True, exist_ok=True)
         log = directory.parent / f"{directory.name}.log"
         with log.open("a") as file:

@@ -5,9 +5,11 @@ the end is the account of every group. In the table of docs/reliability.md each 
 """
 
 import json
+import math
 import os
 import re
 import signal
+import time
 
 import psutil
 import pytest
@@ -24,6 +26,8 @@ GRPO = ["vla3.algorithm.adv_type=grpo", "vla3.algorithm.loss_type=actor", "vla3.
 # one bad episode a kind; the ids are early in the plan, so every run meets them
 BAD = {"9": "exit", "26": "raise", "43": "bad_state", "62": "bad_reward", "81": "hang"}
 SIMULATOR, POLICY, ENV = "vla3_plugin.envs.child", "ray::PolicyWorker", "ray::EnvWorker"
+LEARNER, TRAINER = "ray::WorkerDict", "ray::TaskRunner"
+HEARTBEAT_S = 8.0
 FAULTS = [
     (SIMULATOR, signal.SIGKILL, ["env_replaced"]),
     (SIMULATOR, signal.SIGSTOP, ["env_replaced"]),
@@ -57,6 +61,17 @@ class Living:
         file = self.directory / FAULTS_FILE
         return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
+    def until(self, moment):
+        """``after a step``: weights are being published; ``within a step``: half of a step later."""
+        seen = self.steps
+        assert wait_for(lambda: self.steps > seen, 120), self.tail()
+        if moment == "within a step":
+            times = [json.loads(line)["time"] for line in self.rows()[-3:]]
+            time.sleep(min(5.0, (times[-1] - times[0]) / 4))
+
+    def rows(self):
+        return (self.directory / "metrics.jsonl").read_text().splitlines()
+
     def goes_on(self, steps, seconds):
         target = self.steps + steps
         assert wait_for(lambda: self.steps >= target or self.process.poll() is not None, seconds), self.tail()
@@ -83,8 +98,8 @@ def living(request, start_run, line, tmp_path_factory):
         "trainer.total_training_steps=100000",
         "trainer.val_before_train=false", "trainer.save_freq=50", "vla3.stages.training.max_staleness=2",
         "vla3.env.workers=2", "vla3.env.shards_per_worker=1", "vla3.env.envs_per_shard=4",
-        "actor_rollout_ref.rollout.n_gpus_per_node=2", "vla3.env.timeout_s=3", "vla3.heartbeat_s=8",
-        "vla3.max_worker_restarts=5", f"+vla3.env.options.bad={BAD}".replace("'", ""),
+        "actor_rollout_ref.rollout.n_gpus_per_node=2", "vla3.env.timeout_s=3", f"vla3.heartbeat_s={HEARTBEAT_S}",
+        "vla3.worker_start_s=30", "vla3.max_worker_restarts=50", f"+vla3.env.options.bad={BAD}".replace("'", ""),
         "+vla3.env.options.delay_s=0.05",
     ]  # fmt: skip
     run = Living(start_run, directory, *overrides)
@@ -104,9 +119,11 @@ def test_an_episode_that_takes_its_simulator_down_each_time_is_given_up_and_the_
     assert "not finite" in why[43] and "not finite" in why[62]
 
 
+@pytest.mark.parametrize("moment", ["after a step", "within a step"])
 @pytest.mark.parametrize(("victim", "how", "kinds"), FAULTS)
-def test_a_process_that_dies_or_hangs_is_replaced_and_the_run_goes_on(living, victim, how, kinds):
+def test_a_process_that_dies_or_hangs_is_replaced_and_the_run_goes_on(living, victim, how, kinds, moment):
     before = len(living.faults)
+    living.until(moment)
     target = living.processes(victim)[-1]
     target.send_signal(how)
     living.goes_on(4, 120)
@@ -116,6 +133,57 @@ def test_a_process_that_dies_or_hangs_is_replaced_and_the_run_goes_on(living, vi
 
     assert wait_for(lambda: all(kind in seen() for kind in kinds), 90), (seen(), living.tail())
     assert wait_for(lambda: not target.is_running() or target.status() == psutil.STATUS_ZOMBIE, 30)
+
+
+@pytest.mark.parametrize(("victim", "kind"), [(ENV, "env_worker_restarted"), (POLICY, "policy_worker_restarted")])
+def test_a_worker_that_hangs_while_it_is_being_restarted_is_replaced_too(living, victim, kind):
+    before = len(living.faults)
+    living.processes(victim)[-1].kill()
+    assert wait_for(lambda: living.processes(rf"{victim}\.__init__"), 60), living.tail()
+    target = living.processes(rf"{victim}\.__init__")[-1]
+    target.send_signal(signal.SIGSTOP)
+    assert wait_for(lambda: kind in [f["kind"] for f in living.faults[before:]], 120), (
+        living.faults[before:],
+        living.tail(),
+    )
+    assert not target.is_running() or target.status() == psutil.STATUS_ZOMBIE
+    living.goes_on(4, 120)
+
+
+@pytest.mark.parametrize("victim", [POLICY, ENV, LEARNER, TRAINER])
+def test_messages_that_are_late_by_less_than_the_heartbeat_are_waited_for(living, victim):
+    """A replica that is slow to take its weights, a learner that stalls: late is not lost."""
+    before, target = len(living.faults), living.processes(victim)[-1]
+    living.until("after a step")
+    target.send_signal(signal.SIGSTOP)
+    time.sleep(HEARTBEAT_S / 2.5)
+    target.send_signal(signal.SIGCONT)
+    living.goes_on(4, 120)
+    assert living.faults[before:] == [] and target.is_running()
+
+
+@pytest.mark.parametrize("seconds", [5000, -5000])
+def test_a_wall_clock_that_is_set_forward_or_back_is_no_fault(living, seconds):
+    clock, before, start = living.directory.parent / "clock", len(living.faults), time.time()
+    moved = float(clock.read_text()) if clock.exists() else 0.0
+    clock.write_text(str(moved + seconds))
+    living.goes_on(6, 120)
+    assert living.faults[before:] == []
+    row = json.loads(living.rows()[-1])
+    assert abs(row["time"] - start - moved - seconds) < 200, "it did see the other clock"
+    shares = {name: value for name, value in row.items() if name.startswith("lanes/") and "spans" not in name}
+    assert shares and all(-1e-6 <= value <= 1 + 1e-6 for value in shares.values()), shares
+
+
+def test_gradients_that_are_not_finite_are_skipped_and_counted_and_the_run_goes_on(living):
+    before, cause = len(living.faults), living.directory.parent / "bad_gradient"
+    written = cause.parent / "written"
+    written.write_text("2")
+    written.replace(cause)
+    assert wait_for(lambda: living.faults[before:] or living.process.poll() is not None, 60), living.tail()
+    assert {f["kind"] for f in living.faults[before:]} == {"update_skipped"}
+    living.goes_on(4, 120)
+    assert all(math.isfinite(json.loads(row)["actor/grad_norm"]) for row in living.rows()[-2:])
 
 
 def test_it_stops_when_asked_with_a_checkpoint_and_every_group_is_accounted_for(living):

@@ -1,8 +1,12 @@
-"""Somebody else's policy family: a Gaussian over chunks of two actions, its mean a small network of the state."""
+"""Somebody else's policy family: a Gaussian over chunks of two actions, its mean a small network of the state.
+
+The file that VLA3_TEST_BAD_GRADIENT names says how many of its next gradients are not finite.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +53,12 @@ class GaussianPolicy(VLAPolicy):
         return ActionChunk(action, logprob, self.value_head(inputs["state"]), {"action": action})
 
     def forward(self, batch: dict[str, Any], task: str):
-        distribution = torch.distributions.Normal(self.mean(batch["state"])[..., None], STD)
+        mean = self.mean(batch["state"])[..., None]
+        bad = Path(os.environ.get("VLA3_TEST_BAD_GRADIENT", "nowhere"))
+        if mean.requires_grad and bad.exists() and (left := int(bad.read_text())) > 0:
+            bad.write_text(str(left - 1))
+            mean.register_hook(lambda gradient: gradient * torch.nan)
+        distribution = torch.distributions.Normal(mean, STD)
         action = batch["trace.action"]
         return {
             "logprob": distribution.log_prob(action),

@@ -61,7 +61,7 @@ class InteractionManager:
         self._out: list[dict[int, Assignment]] = [{} for _ in workers]  # by episode id, per worker
         self._listening: list[float | None] = [None] * len(workers)  # since when each holds a call
         self._reviving: dict[int, float] = {}  # worker -> since when it is being restarted
-        self._asked: dict[int, float] = {}  # the same workers -> since when a call waits for the new process
+        self._started: dict[int, float] = {}  # the same workers -> since when the newest process has had time
         self.stop: Callable[[], bool] = lambda: False
         self.on_event: Callable[[Event], None] = lambda event: None
         self._done: dict[int, Callable[[Summary], None]] = {}
@@ -294,13 +294,12 @@ class InteractionManager:
             raise error
         if worker in self._reviving:
             return
-        self._reviving[worker] = time.monotonic()
+        self._reviving[worker] = self._started[worker] = time.monotonic()
         self.on_event({"kind": "env_worker_lost", "where": f"env{worker}", "why": str(error).strip(),
                        "episodes": sorted(self._out[worker])})  # fmt: skip
         self._revive(worker)
 
     def _revive(self, worker: int) -> None:
-        self._asked[worker] = time.monotonic()
         call = self._connect(worker).future()
         call.add_done_callback(lambda f: self._events.put(("revived", (worker, f))))
 
@@ -330,8 +329,8 @@ class InteractionManager:
                 self._listening[worker] = time.monotonic()
                 replace(self.workers[worker], EnvWorker.__name__, starting=False)
         for worker in self._reviving:  # the new process can hang too
-            if time.monotonic() - self._asked[worker] > self.start_s:
-                self._asked[worker] = time.monotonic()
+            if time.monotonic() - self._started[worker] > self.start_s:
+                self._started[worker] = time.monotonic()
                 replace(self.workers[worker], EnvWorker.__name__, starting=True)
 
     def _check_deadline(self) -> None:

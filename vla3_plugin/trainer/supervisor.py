@@ -32,6 +32,7 @@ class _Watched:
     version: int = 0  # its last answer; the first publication came before this class
     lost: int = 0  # how often
     away: bool = False
+    started: float = 0.0  # while it is away: since when its newest process has had time
 
 
 class Supervisor:
@@ -99,6 +100,9 @@ class Supervisor:
 
     def _look(self, rank: int, worker: _Watched) -> None:
         now = time.monotonic()
+        if worker.away and now - worker.started > self.start_s:
+            worker.started, worker.call = now, None
+            replace(worker.handle, PolicyWorker.__name__, starting=True)
         if worker.call is None:
             worker.call, worker.asked = worker.handle.weights_version.remote(), now
             return
@@ -109,10 +113,9 @@ class Supervisor:
                     f"policy worker {rank} did not come back within vla3.deadline_s = {self.deadline_s} s: its "
                     "new process does not answer"
                 )
-            if now - worker.asked > (self.start_s if worker.away else self.heartbeat_s):
-                starting = worker.away
+            if not worker.away and now - worker.asked > self.heartbeat_s:
                 self._lose(rank, worker, f"it gave no sign of life for vla3.heartbeat_s = {self.heartbeat_s:g} s")
-                replace(worker.handle, PolicyWorker.__name__, starting=starting)
+                replace(worker.handle, PolicyWorker.__name__, starting=False)
                 worker.call = None
             return
         call, worker.call = worker.call, None
@@ -174,6 +177,7 @@ class Supervisor:
             return
         with self._changed:
             worker.away, worker.lost, self._away_until = True, worker.lost + 1, time.monotonic()
+            worker.started = self._away_until
             self._changed.notify_all()
         self.on_event({"kind": "policy_worker_lost", "where": f"policy{rank}", "why": why, "episodes": []})
         if worker.lost > self.max_restarts:
