@@ -20,6 +20,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from vla3_plugin.pulse import Pulse, PulseListener
+from vla3_plugin.telemetry import clock  # noqa: F401  one clock for every process that starts from here
 
 STOP_FILE = "stop"  # in the run directory: asks the trainer to end, with a checkpoint
 LOCK_FILE = ".lock"  # there too: held by a run's supervisor and driver while one of them lives

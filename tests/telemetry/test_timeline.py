@@ -10,19 +10,20 @@ import time
 import numpy as np
 import pytest
 
+from vla3_plugin.telemetry import clock
 from vla3_plugin.telemetry.timeline import DROPPED_LANE, Span, Timeline, display_order, kind
 
 
 def test_a_span_records_its_body_with_begin_end_and_arguments():
     timeline = Timeline("policy0")
-    before = time.time()
+    before = clock.now()
     with timeline.span("inference", "batch", size=8) as args:
         time.sleep(0.01)
         args["version"] = 3
     (span,) = timeline.drain()
     assert (span.role, span.lane, span.name) == ("policy0", "inference", "batch")
     assert span.args == {"size": 8, "version": 3}
-    assert before <= span.start < span.end <= time.time() and span.end - span.start >= 0.01
+    assert before <= span.start < span.end <= clock.now() and span.end - span.start >= 0.01
     assert not span.waits and Span("r", "l", "wait:env", 0, 1).waits
 
 

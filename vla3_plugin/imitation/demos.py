@@ -224,7 +224,7 @@ def generate(
     out.mkdir(parents=True, exist_ok=True)
     if stale := sorted(out.glob("demos-*.npz")):
         raise FileExistsError(f"{out} already holds {len(stale)} demonstration files; choose another directory")
-    started = time.time()
+    started = time.monotonic()
     lock = threading.Lock()
     shared: list[Dealer] = []
 
@@ -273,7 +273,7 @@ def generate(
         "samples": sum(len(d.observations) for d in everything),
         "control_steps": sum(d.control_steps for d in everything),
         "workers": workers,
-        "seconds": round(time.time() - started, 1),
+        "seconds": round(time.monotonic() - started, 1),
     }
     text = json.dumps(card, indent=1)
     _write(out / "card.json", text.encode())

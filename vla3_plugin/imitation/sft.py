@@ -152,7 +152,7 @@ def train(demos: list[Path], out: Path, config: SFTConfig) -> dict[str, Any]:
     inputs = _inputs(engine.policy, data, cameras)
     from verl.utils import tensordict_utils as tu
 
-    started, losses = time.time(), []
+    started, losses = time.monotonic(), []
     share = config.batch_size // world
     with engine.train_mode():
         for step in range(config.steps):
@@ -165,10 +165,10 @@ def train(demos: list[Path], out: Path, config: SFTConfig) -> dict[str, Any]:
             engine.lr_scheduler_step()
             losses.append(sum(output["loss"]) / world)
             if rank == 0 and (step % 50 == 49 or step == 0):
-                rate = (time.time() - started) / (step + 1)
+                rate = (time.monotonic() - started) / (step + 1)
                 recent = float(np.mean(losses[-50:]))
                 print(f"sft: step {step + 1}/{config.steps}, loss {recent:.4f}, {rate:.2f} s/step", flush=True)
-            if config.minutes is not None and time.time() - started > 60 * config.minutes:
+            if config.minutes is not None and time.monotonic() - started > 60 * config.minutes:
                 break
     state = {name: tensor.detach().cpu() for name, tensor in engine.get_per_tensor_param()[0]}
     record = {
@@ -177,7 +177,7 @@ def train(demos: list[Path], out: Path, config: SFTConfig) -> dict[str, Any]:
         "steps": len(losses),
         "batch_size": config.batch_size,
         "loss": float(np.mean(losses[-100:])),
-        "seconds": round(time.time() - started, 1),
+        "seconds": round(time.monotonic() - started, 1),
         "config": config.__dict__,
     }
     if rank == 0:

@@ -17,6 +17,7 @@ from verl.single_controller.base.decorator import Dispatch, make_nd_compute_data
 from verl.utils import tensordict_utils as tu
 
 from vla3_plugin.learner import fields
+from vla3_plugin.telemetry import clock
 from vla3_plugin.telemetry.timeline import Timeline
 
 # verl's split over the data-parallel ranks; the answers stay futures, for the driver to pick up when it likes
@@ -89,13 +90,13 @@ class ActorWorker(DetachActorWorker):
         end_of_update, keep = tu.pop(data, key="end_of_update"), tu.pop(data, key="keep_logprobs")
         engine: Any = self.actor.engine
         if self._idle_since and not first:
-            self.timeline.add(GRADIENT, "wait:data", self._idle_since, time.time())
+            self.timeline.add(GRADIENT, "wait:data", self._idle_since, clock.now())
         with self.timeline.span(GRADIENT, "micro_batch", samples=len(data), last=last):
             output = engine.accumulate(data, self.actor.loss_fn, first=first, last=last)
         metrics = {name: [value] for name, value in output["metrics"].items()}
         if last and end_of_update:
             metrics["lr"] = [engine.lr_scheduler_step()]
-        self._idle_since = 0.0 if last else time.time()
+        self._idle_since = 0.0 if last else clock.now()
         kept = {fields.PROXIMAL: output["model_output"][fields.LEARNER_LOGPROB].cpu()} if keep else {}
         return tu.get_tensordict(tensor_dict=kept, non_tensor_dict={"metrics": metrics})
 
@@ -123,7 +124,7 @@ class ActorWorker(DetachActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> dict[str, Any]:
-        start = time.time()
+        start = clock.now()
         try:
             if self._snapshot is None:
                 return await super().update_weights(global_steps=global_steps, mode=mode)
@@ -132,7 +133,7 @@ class ActorWorker(DetachActorWorker):
                 raise RuntimeError(f"version {global_steps} was to be sent, the snapshot is of version {version}")
             return await self.checkpoint_engine.send_weights(iter(weights), global_steps=version) or {}
         finally:
-            self.timeline.add(PUBLICATION, "send", start, time.time(), version=global_steps)
+            self.timeline.add(PUBLICATION, "send", start, clock.now(), version=global_steps)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def drain_timeline(self) -> tuple[list[Any], int]:

@@ -21,6 +21,7 @@ from vla3_plugin.policies.base import NoiseKey
 from vla3_plugin.policies.chains import Chains
 from vla3_plugin.policies.serve import Arrays, ServedPolicy
 from vla3_plugin.rollout.batcher import Batcher, Ticket, worth_joining
+from vla3_plugin.telemetry import clock
 from vla3_plugin.telemetry.timeline import Timeline
 
 LANE = "inference"
@@ -212,9 +213,9 @@ class StepJoin:
 
 def _take(batcher: Batcher, timeout: float | None, timeline: Timeline) -> list[Ticket]:
     """The next batch; the wait for the first request and the wait for company are two things in the swimlanes."""
-    start = time.time()
+    start = clock.now()
     tickets = batcher.take(timeout)
-    end = time.time()
+    end = clock.now()
     waited = time.monotonic() - tickets[0].arrival if tickets else 0.0
     arrived = min(max(start, end - waited), end)
     timeline.add(LANE, "wait:env", start, arrived)

@@ -15,8 +15,8 @@ def replace(actor: Any, kind: str, starting: bool) -> None:
     """Kill the process of ``actor``, an instance of the class named ``kind``. Does not wait.
 
     ``starting``: it was being restarted, and has not answered since. Ray's own kill is a request to the process, or to
-    whoever knows that it is up; while a constructor runs it has no effect. So every process of that class that is still
-    in its constructor is ended, on all nodes: another one that is starting healthily starts again.
+    whoever knows that it is up; while a constructor runs it has no effect. So every process of that class that may
+    be in its constructor is ended, on all nodes: another one that is starting healthily starts again.
     """
     ray.kill(actor, no_restart=False)
     if not starting:
@@ -29,17 +29,21 @@ def replace(actor: Any, kind: str, starting: bool) -> None:
 
 @ray.remote(num_cpus=0, max_retries=0)
 def _end_starting(kind: str, tag: str | None) -> int:
-    """End this node's processes that are constructing a ``kind``, or were stopped before they could; how many."""
+    """End this node's processes that may be constructing a ``kind``; how many.
+
+    An actor with coroutines has no title before it is constructed and looks like a worker that waits for work. Ending
+    such a worker costs nothing, but only this run's may be ended; a raylet that we did not start gives its workers no
+    tag.
+    """
     import psutil
 
     ended = 0
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            title = " ".join(process.cmdline())
-            constructing = title.startswith(f"ray::{kind}.__init__")
-            stopped = process.status() == psutil.STATUS_STOPPED and ("ray::IDLE" in title or "default_worker" in title)
-            # a raylet that we did not start gives its workers no tag
-            if (constructing or stopped) and process.environ().get(TAG, tag) == tag:
+            title, ours = [*process.cmdline(), "", ""], process.environ().get(TAG)
+            constructing = title[0].startswith(f"ray::{kind}.__init__") and ours in (tag, None)
+            untitled = title[0].startswith("ray::IDLE") or title[1].endswith("default_worker.py")
+            if constructing or (untitled and ours == tag is not None):
                 process.kill()
                 ended += 1
     return ended

@@ -73,7 +73,7 @@ def window(spans: Sequence[Span], steps: Sequence[tuple[float, str]]) -> tuple[f
 
 
 def swimlanes(spans: Iterable[Span], start: float, end: float, steps: Sequence[tuple[float, str]] = ()) -> str:
-    """An SVG of all lanes in [start, end] (seconds, ``time.time()``); ``steps``: ends of training steps, dotted lines.
+    """An SVG of all lanes in [start, end] (seconds, ``clock.now()``); ``steps``: ends of training steps, dotted lines.
 
     Raises:
         ValueError: the window is empty.

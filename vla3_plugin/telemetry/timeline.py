@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from collections import deque
 from types import TracebackType
 from typing import Any, NamedTuple
+
+from vla3_plugin.telemetry import clock
 
 WAIT = "wait:"
 WAITS = ("wait:env", "wait:batch", "wait:weights", "wait:data")
@@ -38,7 +39,7 @@ class Span(NamedTuple):
     role: str
     lane: str
     name: str
-    start: float  # seconds, time.time(): the clock that all processes of a machine share
+    start: float  # seconds, clock.now(), which all processes of a machine share
     end: float
     args: dict[str, Any] | None = None
 
@@ -90,7 +91,7 @@ class Timeline:
         return _OpenSpan(self, lane, name, args)
 
     def add(self, lane: str, name: str, start: float, end: float, **args: Any) -> None:
-        """Record what ran from ``start`` to ``end`` (seconds, ``time.time()``). A clock that was set back in between
+        """Record what ran from ``start`` to ``end`` (seconds, ``clock.now()``). An end before the start
         gives an empty span, not a negative one."""
         span = Span(self.role, lane, name, start, max(start, end), _plain(args) if args else None)
         with self._lock:
@@ -103,7 +104,7 @@ class Timeline:
         with a later drain. Without that, whoever waits across the end of a step would seem to have done nothing.
         """
         with self._lock:
-            now = time.time()
+            now = clock.now()
             for open_span in self._open:
                 if now > open_span.start:
                     args = _plain(open_span.args) | {"continues": True}
@@ -139,7 +140,7 @@ class _OpenSpan:
     def __enter__(self) -> dict[str, Any]:
         timeline = self.timeline
         with timeline._lock:
-            self.start = time.time()
+            self.start = clock.now()
             timeline._open.add(self)
         return self.args
 
@@ -152,7 +153,7 @@ class _OpenSpan:
         args = _plain(self.args) if self.args else None
         with timeline._lock:
             timeline._open.discard(self)
-            end = max(self.start, time.time())
+            end = max(self.start, clock.now())
             timeline._append(Span(timeline.role, self.lane, self.name, self.start, end, args))
 
 

@@ -93,7 +93,7 @@ def shares(segments: Iterable[Segment], seconds: float) -> Shares:
 
 
 def lane_shares(spans: Iterable[Span], start: float, end: float, known: Iterable[Lane] = ()) -> dict[Lane, Shares]:
-    """Shares of every lane in the window [start, end] (seconds, ``time.time()``), in the order of display.
+    """Shares of every lane in the window [start, end] (seconds, ``clock.now()``), in the order of display.
 
     ``known``: lanes that exist; one that recorded nothing is then reported as idle without a cause instead of missing.
 

@@ -1,6 +1,5 @@
 """Evaluation of the current version on assigned, held-out episodes, with Wilson intervals and videos."""
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +7,7 @@ from vla3_plugin.contract import EnvSpec, Episode
 from vla3_plugin.rollout.episodes import Mode
 from vla3_plugin.rollout.manager import InteractionManager
 from vla3_plugin.rollout.plan import evaluation_episodes
+from vla3_plugin.telemetry import clock
 from vla3_plugin.telemetry.metrics import Evaluation, SuccessTable
 
 
@@ -29,11 +29,11 @@ def play(
     interaction: InteractionManager, episodes: Sequence[Episode], mode: Mode, step: int, film: Sequence[int] = ()
 ) -> Evaluation:
     """One evaluation in ``mode``: ``eval`` is the noise-free (ode) policy, ``train`` the noisy (sde) one."""
-    started = time.time()
+    started = clock.now()
     result = interaction.collect(episodes, mode, keep=False, film=frozenset(film))
     spec = interaction.env_spec
     name = {"eval": "ode", "train": "sde"}[mode]
-    evaluation = Evaluation(step, spec.name, name, table_of(spec, result["trajectories"]), started, time.time())
+    evaluation = Evaluation(step, spec.name, name, table_of(spec, result["trajectories"]), started, clock.now())
     if result["quarantined"]:
         evaluation.extra["quarantined"] = result["quarantined"]
     return evaluation

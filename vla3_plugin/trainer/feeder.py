@@ -15,6 +15,7 @@ from vla3_plugin.rollout.episodes import Assignment
 from vla3_plugin.rollout.manager import InteractionManager
 from vla3_plugin.rollout.plan import EpisodePlan
 from vla3_plugin.rollout.stopping import Stopped
+from vla3_plugin.telemetry import clock
 from vla3_plugin.telemetry.timeline import Timeline
 from vla3_plugin.trainer import checkpoint_groups
 from vla3_plugin.trainer.admission import Admission, Group
@@ -89,7 +90,7 @@ class Feeder:
             TimeoutError: nothing is being played and no version came that would let anything start.
             Exception: that of the interaction or of a publication, when no further group can finish.
         """
-        start = time.time()
+        start = clock.now()
         idle_since = time.monotonic()
         with self._changed:
             while True:
@@ -114,7 +115,7 @@ class Feeder:
                         f"newer one came within vla3.deadline_s = {self.deadline_s} s"
                     )
                 self._changed.wait(timeout=1.0)
-        self.timeline.add("step", "wait:data", start, time.time())
+        self.timeline.add("step", "wait:data", start, clock.now())
         return chosen
 
     def account(self) -> tuple[list[int], list[int]]:

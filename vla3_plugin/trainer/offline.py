@@ -1,7 +1,6 @@
 """Evaluation of a checkpoint without Ray: the same environments, interaction loop and episode plan as in training."""
 
 import sys
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from vla3_plugin.rollout.episodes import Assignment, EpisodeQueue, Mode
 from vla3_plugin.rollout.interaction import Interaction, Quarantined
 from vla3_plugin.rollout.plan import evaluation_episodes, split_init_states
 from vla3_plugin.rollout.supervision import Event, Limits, SupervisedEnv
+from vla3_plugin.telemetry import clock
 from vla3_plugin.telemetry.metrics import Evaluation, MetricsWriter
 from vla3_plugin.telemetry.video import video_path, write_video
 from vla3_plugin.trainer.evaluate import filmed, table_of
@@ -57,7 +57,7 @@ def evaluate_checkpoint(
         return {name: tensor.numpy() for name, tensor in served.policy.prepare(observations).items()}
 
     interaction = Interaction(envs, prepare, served.act, seed)
-    started, summaries = time.time(), []
+    started, summaries = clock.now(), []
     given_up: list[int] = []
     kinds: dict[str, Mode] = {"ode": "eval", "sde": "train"}
     try:
@@ -77,7 +77,7 @@ def evaluate_checkpoint(
                 write_video(path, np.stack(trajectory.frames), fps=spec.control_hz, success=trajectory.success)
     finally:
         interaction.close()
-    evaluation = Evaluation(0, spec.name, mode, table_of(spec, summaries), started, time.time(), {"policy": policy})
+    evaluation = Evaluation(0, spec.name, mode, table_of(spec, summaries), started, clock.now(), {"policy": policy})
     if given_up:
         evaluation.extra["quarantined"] = len(given_up)
     if out is not None:

@@ -9,6 +9,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from vla3_plugin.learner.weights import WeightError
+from vla3_plugin.telemetry import clock
 from vla3_plugin.telemetry.timeline import Timeline
 
 _LOOK_S = 5.0  # how long an attempt runs before somebody asks whether a receiver has died
@@ -93,9 +94,9 @@ class Publisher:
 
     def _send(self, version: int) -> dict[str, float]:
         with self._lane:
-            start = time.time()
+            start = clock.now()
             metrics = self._until_received(version)
-            end = time.time()
+            end = clock.now()
             self.timeline.add("publication", "publish", start, end, version=version)
             self._served = version
         self.published(version)

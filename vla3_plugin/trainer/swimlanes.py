@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 import ray
 
 from vla3_plugin.rollout.batcher import BatcherStats
+from vla3_plugin.telemetry import clock
 from vla3_plugin.telemetry.timeline import Span
 from vla3_plugin.telemetry.trace import TraceWriter
 from vla3_plugin.telemetry.utilisation import carry_over, utilisation_metrics
@@ -24,12 +24,12 @@ class Swimlanes:
     def __init__(self, trainer: VLA3Trainer) -> None:
         self.trainer = trainer
         self.writer = TraceWriter(trainer.run_dir)
-        self._start, self._open = time.time(), []  # type: float, list[Span]
+        self._start, self._open = clock.now(), []  # type: float, list[Span]
         self._lanes: set[tuple[str, str]] = set()
 
     def drain(self) -> dict[str, float]:
         """Shares of every lane since the last call, and the batchers' figures; the spans go into the trace."""
-        trainer, end = self.trainer, time.time()
+        trainer, end = self.trainer, clock.now()
         spans: list[Span] = trainer.timeline.drain() + trainer.interaction.drain_timeline()
         metrics: dict[str, float] = {}
         batchers = []
