@@ -1,11 +1,12 @@
-"""Kill the driver at random moments, let the run restart each time, and compare the end with an uninterrupted run.
+"""Kill what a run cannot replace at random moments, let it restart each time, and compare the end with an
+uninterrupted run.
 
     python benchmarks/kill_resume.py --kills 20 --json
     python benchmarks/kill_resume.py --kills 20 --asynchronous --json
 
 Synchronous: the exported policy after the last step must be the uninterrupted run's, value for value. Asynchronous: the
-ledger must hold every group of the plan once, apart from those that stand for replay. SIGKILL goes to the process that
-talks to Ray, at a time drawn uniformly after its first sign of life; the simulator is real.
+ledger must hold every group of the plan once, apart from those that stand for replay. SIGKILL goes to the driver, the
+trainer or a learner rank, at a time drawn uniformly after the run's (re)start; the simulator is real.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 import psutil
 from chaos import account
 from safetensors.torch import load_file
+from soak import TAG, processes
 
 SMALL = [
     "trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=1", "data.train_batch_size=8",
@@ -39,22 +41,31 @@ def start(directory: Path, asynchronous: bool, steps: int, *overrides: str) -> s
                f"trainer.total_training_steps={steps}", *overrides]  # fmt: skip
     directory.mkdir(parents=True, exist_ok=True)
     log = (directory / "log").open("a")
-    return subprocess.Popen(command, cwd=directory, stdout=log, stderr=log, env={**os.environ, "VLA3_PROFILE": "cpu"})
+    return subprocess.Popen(
+        command, cwd=directory, stdout=log, stderr=log, env={**os.environ, "VLA3_PROFILE": "cpu", TAG: str(os.getpid())}
+    )
 
 
-def kill_at_random(run: subprocess.Popen, kills: int, longest_s: float, rng: random.Random) -> int:
-    """SIGKILL the supervisor's child up to ``kills`` times; how often there was one to kill."""
-    done = 0
-    while done < kills and run.poll() is None:
+def kill_at_random(run: subprocess.Popen, kills: int, longest_s: float, rng: random.Random) -> dict[str, int]:
+    """SIGKILL up to ``kills`` processes, each of a life of its own; how many of each kind."""
+    done: dict[str, int] = {}
+    while sum(done.values()) < kills and run.poll() is None:
         time.sleep(rng.uniform(1.0, longest_s))
         try:
-            children = psutil.Process(run.pid).children()
+            found = {"driver": psutil.Process(run.pid).children()}
         except psutil.Error:
             break
-        if children:
-            children[0].send_signal(signal.SIGKILL)
-            done += 1
-            time.sleep(8.0)  # the supervisor ends what is left and starts anew
+        for process in processes(str(os.getpid())):
+            for name, title in (("trainer", "ray::TaskRunner"), ("learner", "ray::WorkerDict")):
+                if process.cmdline()[:1] and process.cmdline()[0].startswith(title):
+                    found[name] = [process]
+        name = rng.choice(sorted(found))
+        if found[name]:
+            found[name][0].send_signal(signal.SIGKILL)
+            done[name] = done.get(name, 0) + 1
+            gone = found["driver"]
+            psutil.wait_procs(gone, timeout=60)  # the supervisor ends what is left and starts anew
+            time.sleep(6.0)
     return done
 
 
