@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from soak import TAG, processes
+from soak import TAG, end_with_me, processes
 
 from vla3_plugin.telemetry.ledger import read_ledger
 
@@ -108,7 +108,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and passes that on
     strikes: list[dict[str, Any]] = []
     with (directory / "log").open("w") as log:
-        run = subprocess.Popen(command, cwd=directory, stdout=log, stderr=log, env={**os.environ, TAG: tag})
+        run = end_with_me(
+            subprocess.Popen(command, cwd=directory, stdout=log, stderr=log, env={**os.environ, TAG: tag})
+        )
         while len(rows(run_dir)) < 5 and run.poll() is None:
             time.sleep(1)
         begin = time.time()

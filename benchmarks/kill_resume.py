@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 from chaos import account
 from safetensors.torch import load_file
-from soak import TAG, processes
+from soak import TAG, end_with_me, processes
 
 SMALL = [
     "trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=1", "data.train_batch_size=8",
@@ -41,9 +41,10 @@ def start(directory: Path, asynchronous: bool, steps: int, *overrides: str) -> s
                f"trainer.total_training_steps={steps}", *overrides]  # fmt: skip
     directory.mkdir(parents=True, exist_ok=True)
     log = (directory / "log").open("a")
-    return subprocess.Popen(
+    run = subprocess.Popen(
         command, cwd=directory, stdout=log, stderr=log, env={**os.environ, "VLA3_PROFILE": "cpu", TAG: str(os.getpid())}
     )
+    return end_with_me(run)
 
 
 def kill_at_random(run: subprocess.Popen, kills: int, longest_s: float, rng: random.Random) -> dict[str, int]:

@@ -10,6 +10,7 @@ line through the second half of the readings, over that half's length; the first
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import signal
@@ -24,6 +25,13 @@ from typing import Any
 import psutil
 
 TAG = "VLA3_SOAK"
+
+
+def end_with_me(run: subprocess.Popen) -> subprocess.Popen:
+    """A run that a benchmark started must not outlive it: it restarts by itself, for ever."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    atexit.register(lambda: run.poll() is None and run.terminate())
+    return run
 
 
 def processes(tag: str) -> list[psutil.Process]:
@@ -81,7 +89,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and passes that on
     before = float(len(list(Path("/dev/shm").iterdir())))
     with (directory / "log").open("w") as log:
-        run = subprocess.Popen(command, cwd=directory, stdout=log, stderr=log, env={**os.environ, TAG: tag})
+        run = end_with_me(
+            subprocess.Popen(command, cwd=directory, stdout=log, stderr=log, env={**os.environ, TAG: tag})
+        )
         readings: list[dict[str, float]] = []
         parts: dict[str, list[float]] = {}
         end = time.monotonic() + args.minutes * 60

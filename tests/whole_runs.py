@@ -13,6 +13,18 @@ import psutil
 import pytest
 
 HERE = Path(__file__).parent
+_ON = [f"vla3.stages.{stage}.enabled=true" for stage in ("interaction", "streaming", "training")]
+_ON += ["vla3.algorithm.advantage_statistics=previous", "vla3.algorithm.mini_batches=episodes"]
+_GRPO = ["vla3.algorithm.adv_type=grpo", "vla3.algorithm.loss_type=actor", "vla3.algorithm.group_size=4"]
+# what a fault is survived in: test parameters, the first of them in every test run
+MODES = [
+    "ppo-asynchronous",
+    *(pytest.param(m, marks=pytest.mark.long) for m in ("grpo-synchronous", "ppo-synchronous", "grpo-asynchronous")),
+]
+
+
+def mode_overrides(mode):
+    return [*(_GRPO if "grpo" in mode else []), *(_ON if "-asynchronous" in mode else [])]
 
 
 @pytest.fixture(scope="session")

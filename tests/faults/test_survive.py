@@ -13,16 +13,13 @@ import time
 
 import psutil
 import pytest
-from whole_runs import marked, wait_for
+from whole_runs import MODES, marked, mode_overrides, wait_for
 
 from vla3_plugin.telemetry.faults import FAULTS_FILE
 from vla3_plugin.telemetry.ledger import read_ledger
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-ON = [f"vla3.stages.{stage}.enabled=true" for stage in ("interaction", "streaming", "training")]
-SAME = ["vla3.algorithm.advantage_statistics=previous", "vla3.algorithm.mini_batches=episodes"]
-GRPO = ["vla3.algorithm.adv_type=grpo", "vla3.algorithm.loss_type=actor", "vla3.algorithm.group_size=4"]
 # one bad episode a kind; the ids are early in the plan, so every run meets them
 BAD = {"9": "exit", "26": "raise", "43": "bad_state", "62": "bad_reward", "81": "hang"}
 SIMULATOR, POLICY, ENV = "vla3_plugin.envs.child", "ray::PolicyWorker", "ray::EnvWorker"
@@ -81,21 +78,11 @@ class Living:
         return self.log.read_text()[-3000:]
 
 
-MODES = [
-    "ppo-asynchronous",
-    *(
-        pytest.param(mode, marks=pytest.mark.long)
-        for mode in ("grpo-synchronous", "ppo-synchronous", "grpo-asynchronous")
-    ),
-]
-
-
 @pytest.fixture(scope="module", params=MODES)
 def living(request, start_run, line, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param)
     overrides = [
-        *line, *(GRPO if "grpo" in request.param else []), *([*SAME, *ON] if "-asynchronous" in request.param else []),
-        "trainer.total_training_steps=100000",
+        *line, *mode_overrides(request.param), "trainer.total_training_steps=100000",
         "trainer.val_before_train=false", "trainer.save_freq=50", "vla3.stages.training.max_staleness=2",
         "vla3.env.workers=2", "vla3.env.shards_per_worker=1", "vla3.env.envs_per_shard=4",
         "actor_rollout_ref.rollout.n_gpus_per_node=2", "vla3.env.timeout_s=3", f"vla3.heartbeat_s={HEARTBEAT_S}",
