@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,7 +19,7 @@ from vla3_plugin import supervise
 how, root = sys.argv[1], pathlib.Path(sys.argv[2])
 supervise._LEFT_S, supervise._LOCK_S = 2.0, 0.5
 trainer = {"default_local_dir": str(root / "checkpoints"), "resume_mode": "disable"}
-config = OmegaConf.create({"vla3": {"run_dir": str(root), "max_restarts": 2, "heartbeat_s": 3.0}, "trainer": trainer})
+config = OmegaConf.create({"vla3": {"run_dir": str(root), "max_restarts": 2, "heartbeat_s": 5.0}, "trainer": trainer})
 supervise.supervise(config)
 with (root / "begun").open("a") as file:
     file.write(config.trainer.resume_mode + "\\n")
@@ -30,10 +31,11 @@ if how == "refuses":
     sys.exit(2)
 if how == "hangs" and config.trainer.resume_mode == "disable":
     (root / "checkpoints" / "global_step_1").mkdir(parents=True, exist_ok=True)
+    time.sleep(3)  # heard of first
     os.kill(os.getpid(), 19)
 if how == "trainer hangs":  # another process, as the one is that Ray starts
     code = "import os, pathlib, sys, time; from vla3_plugin.pulse import Pulse; "
-    code += "Pulse(pathlib.Path(sys.argv[1]), 'trainer'); time.sleep(1.5); os.kill(os.getpid(), 19)"
+    code += "Pulse(pathlib.Path(sys.argv[1]), 'trainer'); time.sleep(3); os.kill(os.getpid(), 19)"
     subprocess.run([sys.executable, "-c", code, str(root)])
 if how == "leaves":  # a process of another session, as Ray's are
     nowhere = subprocess.DEVNULL
@@ -132,32 +134,56 @@ def test_a_second_run_in_the_same_directory_is_refused_and_does_not_disturb_the_
 
 def test_a_driver_that_hangs_is_killed_and_the_run_starts_again(start, tmp_path):
     process = start("hangs", stderr=subprocess.PIPE)
-    assert eventually(lambda: lives(tmp_path) == ["disable", "auto"])
-    time.sleep(4)  # longer than the heartbeat: the second life is not taken for silent
+    assert eventually(lambda: lives(tmp_path) == ["disable", "auto"], 40)
+    time.sleep(7)  # longer than the heartbeat: the second life is not taken for silent
     assert lives(tmp_path) == ["disable", "auto"]
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == 128 + signal.SIGTERM
-    assert "the driver gave no sign of life for vla3.heartbeat_s = 3 s" in process.stderr.read()
+    assert "the driver gave no sign of life for vla3.heartbeat_s = 5 s" in process.stderr.read()
 
 
 def test_a_trainer_that_hangs_ends_the_run_although_the_driver_waits_for_it_in_good_health(start, tmp_path):
     process = start("trainer hangs", stderr=subprocess.PIPE)
-    assert eventually(lambda: process.poll() is not None, 40)
+    assert eventually(lambda: process.poll() is not None, 80)
     assert process.returncode == 128 + signal.SIGKILL and len(lives(tmp_path)) == 3
     assert "the trainer gave no sign of life" in process.stderr.read()
 
 
+def beats(tmp_path, name, count):
+    (tmp_path / ".pulse").mkdir(exist_ok=True)
+    (tmp_path / ".pulse" / name).touch()
+    os.utime(tmp_path / ".pulse" / name, (count, count))
+
+
 def test_silence_is_counted_in_looks_so_a_listener_that_slept_itself_accuses_nobody(tmp_path):
-    listener = PulseListener(tmp_path, 0.5, 1.0)
-    pulse = Pulse(tmp_path, "trainer")
-    assert [listener.silent() for _ in range(2)] == [None] * 2
-    time.sleep(2.5)  # nobody looks
-    assert listener.silent() is None
-    pulse.close()
-    assert [listener.silent() for _ in range(9)] == [None] * 9, "one that has ended is not hung"
-    hung = tmp_path / ".pulse" / "driver"
-    hung.touch()
-    assert [listener.silent() for _ in range(3)] == [None, None, "driver"]
+    listener = PulseListener(tmp_path, 5.0)
+    beats(tmp_path, "trainer", 1)
+    assert listener.look() is None
+    beats(tmp_path, "trainer", 3)
+    assert listener.look() is None
+    time.sleep(6)  # nobody looks
+    assert [listener.look() for _ in range(4)] == [None] * 4
+    assert listener.look() == "trainer"
+    (tmp_path / ".pulse" / "trainer").unlink()
+    assert listener.look() is None, "one that has ended is not hung"
+
+
+def test_who_was_never_heard_of_is_not_missed(tmp_path):
+    """A file system that does not keep times, a process that has just begun."""
+    listener = PulseListener(tmp_path, 5.0)
+    beats(tmp_path, "trainer", 1)
+    assert [listener.look() for _ in range(20)] == [None] * 20
+
+
+def test_nobody_is_missed_while_the_listener_itself_cannot_leave_a_mark(tmp_path, monkeypatch):
+    listener = PulseListener(tmp_path, 5.0)
+    for count in (1, 3):
+        beats(tmp_path, "trainer", count)
+        listener.look()
+    with monkeypatch.context() as context:
+        context.setattr(os, "utime", Mock(side_effect=OSError("read-only file system")))
+        assert [listener.look() for _ in range(20)] == [None] * 20
+    assert [listener.look() for _ in range(20)] == [None] * 20, "it has to be heard of again first"
 
 
 def test_a_pulse_needs_no_room_on_the_disk(tmp_path):

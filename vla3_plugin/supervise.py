@@ -49,7 +49,7 @@ def supervise(config: DictConfig) -> None:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()
-        pulses = PulseListener(run_dir, _LOOK_S, config.vla3.heartbeat_s)
+        pulses = PulseListener(run_dir, config.vla3.heartbeat_s)
         child = os.fork()
         if child == 0:
             watch.forget()
@@ -59,9 +59,10 @@ def supervise(config: DictConfig) -> None:
             if attempt and _checkpoints(checkpoints) - before:
                 config.trainer.resume_mode = "auto"
             return
+        pulses.start()
         status = watch.until_it_ends(child, pulses)
         left = _sweep(os.environ[TAG], wait_s=_LEFT_S)
-        pulses.clear()
+        pulses.close()
         if left:
             _say(f"ended {left} processes that the run had left behind")
         if status in (0, _REFUSED) or watch.signalled is not None or attempt == config.vla3.max_restarts:
@@ -131,15 +132,17 @@ class _Watch:
 
     def until_it_ends(self, child: int, pulses: PulseListener) -> int:
         """The child's exit status. It is killed when it, or the trainer that it started, shows no sign of life."""
+        killed = False
         while True:
             pid, status = os.waitpid(child, os.WNOHANG)
             if pid:
                 code = os.waitstatus_to_exitcode(status)
                 return code if code >= 0 else 128 - code
             self._hurry(child)
-            if (hung := pulses.silent()) is not None and self.kill_at == float("inf"):
-                _say(f"the {hung} gave no sign of life for vla3.heartbeat_s = {pulses.silence_s:g} s")
+            if pulses.silent is not None and not killed:
+                _say(f"the {pulses.silent} gave no sign of life for vla3.heartbeat_s = {pulses.silence_s:g} s")
                 os.kill(child, signal.SIGKILL)
+                killed = True
             time.sleep(_LOOK_S)
 
     def _on_signal(self, number: int, _frame: Any) -> None:

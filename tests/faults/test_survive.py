@@ -86,7 +86,7 @@ def living(request, start_run, line, tmp_path_factory):
         "trainer.val_before_train=false", "trainer.save_freq=50", "vla3.stages.training.max_staleness=2",
         "vla3.env.workers=2", "vla3.env.shards_per_worker=1", "vla3.env.envs_per_shard=4",
         "actor_rollout_ref.rollout.n_gpus_per_node=2", "vla3.env.timeout_s=3", f"vla3.heartbeat_s={HEARTBEAT_S}",
-        "vla3.worker_start_s=30", "vla3.max_worker_restarts=50", f"+vla3.env.options.bad={BAD}".replace("'", ""),
+        "vla3.worker_start_s=90", "vla3.max_worker_restarts=50", f"+vla3.env.options.bad={BAD}".replace("'", ""),
         "+vla3.env.options.delay_s=0.05",
     ]  # fmt: skip
     run = Living(start_run, directory, *overrides)
@@ -106,7 +106,7 @@ def test_an_episode_that_takes_its_simulator_down_each_time_is_given_up_and_the_
     assert "not finite" in why[43] and "not finite" in why[62]
 
 
-@pytest.mark.parametrize("moment", ["after a step", "within a step"])
+@pytest.mark.parametrize("moment", ["after a step", pytest.param("within a step", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("victim", "how", "kinds"), FAULTS)
 def test_a_process_that_dies_or_hangs_is_replaced_and_the_run_goes_on(living, victim, how, kinds, moment):
     before = len(living.faults)
@@ -122,22 +122,27 @@ def test_a_process_that_dies_or_hangs_is_replaced_and_the_run_goes_on(living, vi
     assert wait_for(lambda: not target.is_running() or target.status() == psutil.STATUS_ZOMBIE, 30)
 
 
+@pytest.mark.long  # it waits for worker_start_s, which has to be long enough for a start beside other work
 @pytest.mark.parametrize(("victim", "kind"), [(ENV, "env_worker_restarted"), (POLICY, "policy_worker_restarted")])
 def test_a_worker_that_hangs_while_it_is_being_restarted_is_replaced_too(living, victim, kind):
-    before, known = len(living.faults), {p.pid for p in living.marked()}
+    before = len(living.faults)
+    # an actor with coroutines has no title before it is constructed
+    titles = r"ray::IDLE" if victim == POLICY else rf"{victim}\.__init__"
+    known = {p.pid for p in living.processes(titles)}
 
     def new():
-        return [p for p in living.processes(r"ray::(IDLE|\w+\.__init__)") if p.pid not in known]
+        return [p for p in living.processes(titles) if p.pid not in known]
 
     living.processes(victim)[-1].kill()
     assert wait_for(new, 60), living.tail()
     target = new()[0]
     target.send_signal(signal.SIGSTOP)
-    assert wait_for(lambda: kind in [f["kind"] for f in living.faults[before:]], 120), (
-        living.faults[before:],
-        living.tail(),
-    )
-    assert not target.is_running() or target.status() == psutil.STATUS_ZOMBIE
+
+    def replaced():
+        return kind in [fault["kind"] for fault in living.faults[before:]]
+
+    assert wait_for(replaced, 300), (living.faults[before:], living.tail())
+    assert wait_for(lambda: not target.is_running() or target.status() == psutil.STATUS_ZOMBIE, 30)
     living.goes_on(4, 120)
 
 
@@ -155,13 +160,14 @@ def test_messages_that_are_late_by_less_than_the_heartbeat_are_waited_for(living
 
 @pytest.mark.parametrize("seconds", [5000, -5000])
 def test_a_wall_clock_that_is_set_forward_or_back_is_no_fault(living, seconds):
-    clock, before, start = living.directory.parent / "clock", len(living.faults), time.time()
-    moved = float(clock.read_text()) if clock.exists() else 0.0
-    clock.write_text(str(moved + seconds))
+    clock, before = living.directory.parent / "clock", len(living.faults)
+    clock.write_text(str(seconds))
     living.goes_on(6, 120)
     assert living.faults[before:] == []
+    for title in (TRAINER, LEARNER, POLICY, ENV):
+        seen = clock.with_name(f"clock.{living.processes(title)[-1].pid}")
+        assert float(seen.read_text()) == seconds, f"{title} did see the other clock"
     row = json.loads(living.rows()[-1])
-    assert abs(row["time"] - start - moved - seconds) < 200, "it did see the other clock"
     shares = {name: value for name, value in row.items() if name.startswith("lanes/") and "spans" not in name}
     assert shares and all(-1e-6 <= value <= 1 + 1e-6 for value in shares.values()), shares
 
@@ -174,7 +180,8 @@ def test_gradients_that_are_not_finite_are_skipped_and_counted_and_the_run_goes_
     assert wait_for(lambda: living.faults[before:] or living.process.poll() is not None, 60), living.tail()
     assert {f["kind"] for f in living.faults[before:]} == {"update_skipped"}
     living.goes_on(4, 120)
-    assert all(math.isfinite(json.loads(row)["actor/grad_norm"]) for row in living.rows()[-2:])
+    norms = [norm for row in living.rows() if (norm := json.loads(row).get("actor/grad_norm")) is not None]
+    assert math.isfinite(norms[-1])  # a step whose groups are all equal has none
 
 
 def test_it_stops_when_asked_with_a_checkpoint_and_every_group_is_accounted_for(living):

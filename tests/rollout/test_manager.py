@@ -68,7 +68,7 @@ def hands(monkeypatch):
         exceptions=ray.exceptions,
     )
     monkeypatch.setattr(manager, "ray", fake)
-    monkeypatch.setattr(manager, "replace", lambda handle, kind, starting: setattr(handle, "kills", handle.kills + 1))
+    monkeypatch.setattr(manager, "replace", lambda handle: setattr(handle, "kills", handle.kills + 1))
     monkeypatch.setattr(manager, "_POLL_S", 0.1)
     monkeypatch.setattr(manager.EnvSpec, "from_json", lambda data: data)
     monkeypatch.setattr(manager.store, "clear_episodes", lambda episodes: None)
@@ -96,3 +96,23 @@ def test_a_worker_that_hangs_while_idle_is_killed_and_holds_nobody_up(hands):
     worker, found = hands
     assert found.drain_timeline() == []
     assert eventually(lambda: worker.kills > 0)
+
+
+def test_one_that_hangs_while_it_restarts_is_ended_once_and_who_restarts_beside_it_gets_its_time_anew(
+    hands, monkeypatch
+):
+    """Who ends processes that are in a constructor cannot tell whose they are."""
+    sweeps = []
+    monkeypatch.setattr(manager, "end_starting", lambda kind, older: sweeps.append((kind, older)))
+    _, found = hands
+    found.close()  # from here on this test is its dispatching thread
+    found.workers = [Worker(), Worker()]
+    found._listening, found._out = [None, None], [{}, {}]
+    now = time.monotonic()
+    found._reviving = {0: now - 40, 1: now - 20}
+    found._started = dict(found._reviving)
+    found._check_heartbeats()
+    assert [worker.kills for worker in found.workers] == [1, 0] and sweeps == [("EnvWorker", 15.0)]
+    assert all(at >= now for at in found._started.values())
+    found._check_heartbeats()
+    assert len(sweeps) == 1

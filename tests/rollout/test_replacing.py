@@ -1,10 +1,11 @@
 """An actor whose process hangs, wherever it is in its life, on a Ray of its own."""
 
 import os
-import signal
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
@@ -13,13 +14,14 @@ CODE = """
 import os, pathlib, signal, sys, time
 os.environ["VLA3_RUN_TAG"] = tag = sys.argv[1]
 import psutil, ray
-from vla3_plugin.rollout.replacing import replace
+from vla3_plugin.rollout.replacing import end_starting, replace
 
 ray.init(num_cpus=1, include_dashboard=False, address="local", log_to_driver=False)
 lives = pathlib.Path(sys.argv[2])
 
 @ray.remote(num_cpus=0, max_restarts=-1)
 class Hanging:
+    COROUTINE
     def __init__(self):
         with lives.open("a") as file:
             file.write(f"{os.getpid()}\\n")
@@ -38,11 +40,12 @@ def until(condition):
 actor = Hanging.remote()
 first = ray.get(actor.pid.remote())
 os.kill(first, signal.SIGSTOP)
-replace(actor, "Hanging", starting=False)
+replace(actor)
 until(lambda: len(lives.read_text().split()) == 2)
 second = int(lives.read_text().split()[1])
 until(lambda: psutil.Process(second).status() == psutil.STATUS_STOPPED)
-replace(actor, "Hanging", starting=True)
+replace(actor)
+end_starting(KIND, 0.0)
 until(lambda: len(lives.read_text().split()) == 3)
 until(lambda: not psutil.pid_exists(second) or psutil.Process(second).status() == psutil.STATUS_ZOMBIE)
 third = None
@@ -56,14 +59,16 @@ print("third", third == int(lives.read_text().split()[2]))
 """
 
 
-def test_an_actor_that_was_stopped_is_replaced_even_while_it_was_being_restarted(tmp_path):
+@pytest.mark.parametrize("coroutine", ["", "async def wait(self): pass"], ids=["plain", "coroutines"])
+def test_an_actor_that_was_stopped_is_replaced_even_while_it_was_being_restarted(tmp_path, coroutine):
     """Ray's kill has no effect on a process that is in its constructor: a run waited for it until its deadline."""
-    command = [sys.executable, "-c", CODE, f"{os.getpid()}-{tmp_path.name}", str(tmp_path / "lives")]
+    code = CODE.replace("COROUTINE", coroutine).replace("KIND", '"Hanging"')
+    command = [sys.executable, "-c", code, f"{os.getpid()}-{tmp_path.name}", str(tmp_path / "lives")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=140, check=False)
-    for pid in (tmp_path / "lives").read_text().split():
-        try:
-            os.kill(int(pid), signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-        raise AssertionError(f"{pid} was left; {done.stderr[-2000:]}")
+    started = [int(pid) for pid in (tmp_path / "lives").read_text().split()]
+    left, deadline = started, time.monotonic() + 10
+    while left and time.monotonic() < deadline:
+        left = [p for p in started if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
+        time.sleep(0.1)
+    assert not left, done.stderr[-2000:]
     assert "third True" in done.stdout, done.stderr[-3000:]

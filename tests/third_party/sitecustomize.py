@@ -16,6 +16,8 @@ if "VLA3_TEST_CLOCK" in os.environ:
             try:
                 with open(_file) as file:
                     _seen[1] = float(file.read())
+                with open(f"{_file}.{os.getpid()}", "w") as file:  # it was here
+                    file.write(str(_seen[1]))
             except (OSError, ValueError):
                 pass
         return _real() + _seen[1]

@@ -59,7 +59,7 @@ def get(call, timeout=None):
 
 @pytest.fixture
 def watch(monkeypatch):
-    started = []
+    started, sweeps = [], []
     fake = SimpleNamespace(
         get=get,
         wait=lambda calls, timeout, num_returns=1: (
@@ -70,11 +70,12 @@ def watch(monkeypatch):
         exceptions=ray.exceptions,
     )
     monkeypatch.setattr(supervisor, "ray", fake)
-    monkeypatch.setattr(supervisor, "replace", lambda handle, kind, starting: fake.kill(handle))
+    monkeypatch.setattr(supervisor, "replace", fake.kill)
+    monkeypatch.setattr(supervisor, "end_starting", lambda kind, older: sweeps.append((kind, older)))
     monkeypatch.setattr(supervisor, "_PERIOD_S", 0.02)
 
     def start(worker, deadline_s=10.0, start_s=10.0, learner=None):
-        found = SimpleNamespace(publisher=Publisher(), events=[], failures=[])
+        found = SimpleNamespace(publisher=Publisher(), events=[], failures=[], sweeps=sweeps)
         found.it = Supervisor(
             [worker], learner or Learner(), found.publisher, {}, heartbeat_s=0.3, start_s=start_s,
             deadline_s=deadline_s, max_restarts=3, failed=found.failures.append,
@@ -146,6 +147,18 @@ def test_a_new_process_that_never_answers_ends_the_run_at_the_deadline(watch):
     assert eventually(lambda: found.failures)
     assert "did not come back within vla3.deadline_s = 0.5 s" in str(found.failures[0])
     assert worker.kills == 1, "once for the missing sign of life"
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["does not answer", "is said to be restarting, again and again"])
+def test_a_new_process_that_hangs_in_its_constructor_is_ended_after_the_time_that_a_start_may_take(watch, gone):
+    worker = Worker()
+    worker.answer = ray.exceptions.RayActorError() if gone else NEVER
+    found = watch(worker, start_s=0.5)
+    assert eventually(lambda: found.sweeps)
+    assert found.sweeps[0] == ("PolicyWorker", 0.25) and worker.kills >= 1 and not found.failures
+    worker.answer = -1
+    assert eventually(lambda: worker.configured == 1)
+    assert found.events == ["policy_worker_lost", "policy_worker_restarted"]
 
 
 @pytest.mark.parametrize("answer", [NEVER, 99.0], ids=["a rank that does not answer", "a collective that hangs"])

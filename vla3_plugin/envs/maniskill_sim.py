@@ -103,13 +103,21 @@ class Simulation:
                 entity.find_component_by_type(sapien.render.RenderBodyComponent).visibility = 0
 
     def reset(self, row: int, seed: int) -> None:
-        """Draw a new initial state for one row; the others stay as they are."""
+        """Draw a new initial state for one row; the others stay as they are.
+
+        ManiSkill keeps the contacts of the last physics step, so an episode after one that ended in a grasp begins with
+        ``is_grasped`` true: its first observation would depend on what was played before. A step in the new state
+        replaces them, and a second reset takes that step back. On a GPU a step would move the other rows too.
+        """
         options = {}
         if self._gpu:
             import torch
 
             options["env_idx"] = torch.tensor([row], device=self.env.device)
         self.env.reset(seed=[seed % 2**32], options=options)
+        if not self._gpu:
+            self.env.scene.step()
+            self.env.reset(seed=[seed % 2**32], options=options)
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """One control step of all rows, ``actions`` float32 [rows, A]: success [rows], fail [rows], reward [rows]."""

@@ -22,7 +22,7 @@ from vla3_plugin.contract import EnvSpec, Episode
 from vla3_plugin.rollout import store
 from vla3_plugin.rollout.env_worker import EnvWorker
 from vla3_plugin.rollout.episodes import Assignment, Mode
-from vla3_plugin.rollout.replacing import replace
+from vla3_plugin.rollout.replacing import end_starting, replace
 from vla3_plugin.rollout.stopping import Stopped
 from vla3_plugin.rollout.supervision import Event
 
@@ -327,11 +327,13 @@ class InteractionManager:
         for worker, since in enumerate(self._listening):
             if since is not None and time.monotonic() - since > _POLL_S + self.heartbeat_s:
                 self._listening[worker] = time.monotonic()
-                replace(self.workers[worker], EnvWorker.__name__, starting=False)
-        for worker in self._reviving:  # the new process can hang too
-            if time.monotonic() - self._started[worker] > self.start_s:
-                self._started[worker] = time.monotonic()
-                replace(self.workers[worker], EnvWorker.__name__, starting=True)
+                replace(self.workers[worker])
+        late = [w for w in self._reviving if time.monotonic() - self._started[w] > self.start_s]
+        if late:  # the new process can hang too
+            for worker in late:
+                replace(self.workers[worker])
+            end_starting(EnvWorker.__name__, self.start_s / 2)
+            self._started = dict.fromkeys(self._reviving, time.monotonic())  # others may have been ended with them
 
     def _check_deadline(self) -> None:
         for worker, since in self._reviving.items():

@@ -44,8 +44,10 @@ class PolicyServer(BaseRollout):
         self.lane: DirectLane | BatchedLane = DirectLane(self.served, self.timeline)
 
     def configure(self, stage: dict[str, Any]) -> None:
-        """Take requests as ``stage`` (``config.InteractionStage``) says."""
-        if stage["enabled"]:
+        """Take requests as ``stage`` (``config.InteractionStage``) says. Again is the same as once: who lost an answer
+        from this process takes it for a new one.
+        """
+        if stage["enabled"] and not isinstance(self.lane, BatchedLane):
             self.lane.close(RuntimeError("the policy worker was configured anew"))
             self.lane = BatchedLane(self.served, self.timeline, stage)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from vla3_plugin.telemetry import clock
 from vla3_plugin.telemetry.jsonl import JsonlWriter, MetricsError, read_jsonl
 
 METRICS_FILE = "metrics.jsonl"
@@ -264,7 +265,7 @@ class MetricsWriter:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append the metrics of one step."""
-        self._metrics.append({"step": step, "time": time.time(), "elapsed_s": self.elapsed_s, **metrics})
+        self._metrics.append({"step": step, "time": clock.now(), "elapsed_s": self.elapsed_s, **metrics})
 
     def log_evaluation(self, evaluation: Evaluation) -> None:
         self._evaluations.append({**evaluation.to_dict(), "elapsed_s": self.elapsed_s})

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 
 from vla3_plugin.rollout.policy_worker import PolicyWorker
-from vla3_plugin.rollout.replacing import replace
+from vla3_plugin.rollout.replacing import end_starting, replace
 from vla3_plugin.rollout.supervision import Event
 from vla3_plugin.trainer.publisher import Publisher
 
@@ -91,6 +91,7 @@ class Supervisor:
             while not self._closed.wait(_PERIOD_S):
                 for rank, worker in enumerate(self.workers):
                     self._look(rank, worker)
+                self._hurry_starting()
                 self._look_at_learner()
                 if any(not w.away and w.lost and w.version < 0 for w in self.workers):
                     self.publisher.republish()
@@ -100,9 +101,6 @@ class Supervisor:
 
     def _look(self, rank: int, worker: _Watched) -> None:
         now = time.monotonic()
-        if worker.away and now - worker.started > self.start_s:
-            worker.started, worker.call = now, None
-            replace(worker.handle, PolicyWorker.__name__, starting=True)
         if worker.call is None:
             worker.call, worker.asked = worker.handle.weights_version.remote(), now
             return
@@ -115,7 +113,7 @@ class Supervisor:
                 )
             if not worker.away and now - worker.asked > self.heartbeat_s:
                 self._lose(rank, worker, f"it gave no sign of life for vla3.heartbeat_s = {self.heartbeat_s:g} s")
-                replace(worker.handle, PolicyWorker.__name__, starting=False)
+                replace(worker.handle)
                 worker.call = None
             return
         call, worker.call = worker.call, None
@@ -143,6 +141,18 @@ class Supervisor:
                 self._away_until = time.monotonic()
             worker.away, worker.answered, worker.version = False, worker.asked, version
             self._changed.notify_all()
+
+    def _hurry_starting(self) -> None:
+        """A new process can hang too, before it can answer anything."""
+        away = [worker for worker in self.workers if worker.away]
+        late = [worker for worker in away if time.monotonic() - worker.started > self.start_s]
+        if late:
+            for worker in late:
+                replace(worker.handle)
+                worker.call = None
+            end_starting(PolicyWorker.__name__, self.start_s / 2)
+            for worker in away:  # others may have been ended with them
+                worker.started = time.monotonic()
 
     def _look_at_learner(self) -> None:
         """A rank that hangs, in a call of verl's or in a collective, is killed: who waits for it hears of its death.

@@ -65,6 +65,7 @@ class VLA3Trainer(PPOTrainer):
     def __init__(self, config: Any) -> None:
         self.vla3: VLA3Config = parse(config.vla3)
         self.run_dir = Path(self.vla3.run_dir)
+        self.pulse = Pulse(self.run_dir, "trainer")
         self.timeline = Timeline("driver")
         self.admission_state: dict[str, Any] = {}  # of the checkpoint that is resumed; see checkpoint_groups
         self.architecture: dict[str, list[int]] = {}  # of the policy; set when a checkpoint is looked for
@@ -158,7 +159,7 @@ class VLA3Trainer(PPOTrainer):
         self.faults = FaultLog(self.run_dir)
         agent_loop_manager.on_event, agent_loop_manager.stop = self.faults, self.stop
         self.trained_steps = self.saved_step = self.global_steps
-        supervisor, pulse, completed = self._supervisor(), Pulse(self.run_dir, "trainer"), False
+        supervisor, completed = self._supervisor(), False
         try:
             super().fit(agent_loop_manager)
             self.publisher.wait()
@@ -170,7 +171,7 @@ class VLA3Trainer(PPOTrainer):
             self.swimlanes.close()
             agent_loop_manager.close()
             print(self.record.finish(completed), flush=True)
-            pulse.close()
+            self.pulse.close()
 
     def _build_feeder(self, train_states: list[int]) -> Feeder:
         stage, size = self.vla3.stages.training, self.vla3.algorithm.group_size
