@@ -32,6 +32,7 @@ BUILT_IN = {  # so that a source tree works without installation
     "openvla_oft": "vla3_plugin.policies.openvla_oft:OpenVLAOFTPolicy",
     "latency": "vla3_plugin.policies.latency:LatencyPolicy",
 }
+SHIPPED_STATISTICS = dict.fromkeys(("pi0", "pi05"), "vla3_plugin.policies.lerobot_statistics:complete")
 RECORDS = {  # families whose processing record says more than ``Processing``
     "gr00t_n1_5": "vla3_plugin.policies.gr00t_processing:GR00TProcessing",
     "groot": "vla3_plugin.policies.gr00t_processing:GR00TProcessing",
@@ -103,7 +104,7 @@ def load_policy(path_or_preset: str | Path, **options: Any) -> VLAPolicy:
     path = checkpoint_path(path_or_preset)
     kind = family_of(path, options.pop("family", None))
     if options.get("processing") in env_record_names():
-        options["processing"] = _load_record(options["processing"], kind, _preset_of(path, kind))
+        options["processing"] = _record_at(path, kind, options["processing"])
     if "family" in _config(path):
         return policy_class(kind).load(path, **options)  # type: ignore[attr-defined]
     return policy_class(kind).from_checkpoint(path, **options)  # type: ignore[attr-defined]
@@ -155,7 +156,7 @@ def load_processing(path_or_preset: str | Path, **options: Any) -> Processing:
         family = family_of(path, options.get("family"))
         if describes_itself(path, options):
             return _attribute(PUBLISHED_RECORDS[family])(family, path, **options)
-        record = _load_record(options.get("processing") or path, family, _preset_of(path, family))
+        record = _record_at(path, family, options.get("processing") or path)
         if record.prompts is None and "tokenizer" not in options:
             record = record.with_tokenizer(getattr(record, "read_tokenizer", load_tokenizer)(path))
     if isinstance(tokenizer := options.get("tokenizer"), str | Path):
@@ -206,6 +207,14 @@ def _load_record(record: Processing | str | Path, family: str, preset: Preset | 
     if isinstance(record, Processing):
         return kind.of(record) if family in RECORDS else record
     return kind.load(Path(record))
+
+
+def _record_at(path: Path, family: str, record: Processing | str | Path) -> Processing:
+    """``record`` for the checkpoint at ``path``. An environment's record gives way to statistics that it ships."""
+    found = _load_record(record, family, _preset_of(path, family))
+    if record in env_record_names() and family in SHIPPED_STATISTICS:
+        return _attribute(SHIPPED_STATISTICS[family])(found, path)
+    return found
 
 
 def _preset_of(path: Path, family: str) -> Preset | None:
