@@ -8,33 +8,34 @@ import json
 import signal
 
 import pytest
-from whole_runs import MODES, marked, mode_overrides, wait_for
+from whole_runs import marked, mode_overrides, wait_for
 
 from vla3_plugin.telemetry.ledger import read_ledger
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+# each message that is lost costs a worker's restart, and a process that was restarted may lose as many again
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
 # per process: at most so many calls, each with so many in a hundred lost on the way there, and on the way back
-LOST = {"CoreWorkerService.grpc_client.PushTask": {"num_failures": 6, "req_failure_prob": 1, "resp_failure_prob": 1}}
+LOST = {"CoreWorkerService.grpc_client.PushTask": {"num_failures": 3, "req_failure_prob": 1, "resp_failure_prob": 1}}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["ppo-asynchronous", "grpo-synchronous"])
 def test_lost_messages_cost_a_restart_at_most_and_no_episode(start_run, line, tmp_path, mode):
     directory = tmp_path / "run"
     process, tag, log = start_run(
-        directory, *line, *mode_overrides(mode), "trainer.total_training_steps=40", "trainer.val_before_train=false",
+        directory, *line, *mode_overrides(mode), "trainer.total_training_steps=20", "trainer.val_before_train=false",
         "trainer.save_freq=2", "vla3.max_restarts=20", "vla3.max_worker_restarts=50", "vla3.heartbeat_s=15",
         RAY_testing_rpc_failure=json.dumps(LOST),
     )  # fmt: skip
     try:
-        assert wait_for(lambda: process.poll() is not None, 500), log.read_text()[-3000:]
+        assert wait_for(lambda: process.poll() is not None, 800), log.read_text()[-3000:]
         said = log.read_text()
         assert process.returncode == 0, said[-3000:]
         assert "Unavailable" in said or "unavailable" in said, "nothing was lost, so nothing was tested"
         assert wait_for(lambda: not marked(tag), 30), [p.cmdline()[:3] for p in marked(tag)]
-        account = read_ledger(directory, last_step=40)
-        assert sorted(account.trained) == list(range(1, 41)) and account.twice == []
-        state = json.loads((directory / "checkpoints" / "global_step_40" / "trainer.json").read_text())["admission"]
+        account = read_ledger(directory, last_step=20)
+        assert sorted(account.trained) == list(range(1, 21)) and account.twice == []
+        state = json.loads((directory / "checkpoints" / "global_step_20" / "trainer.json").read_text())["admission"]
         known = account.groups | {*state["replay"], *state["dropped_groups"]}
         assert known == set(range(state["next_group"])), "none skipped"
     finally:
