@@ -164,9 +164,9 @@ def test_a_wall_clock_that_is_set_forward_or_back_is_no_fault(living, seconds):
     clock.write_text(str(seconds))
     living.goes_on(6, 120)
     assert living.faults[before:] == []
-    for title in (TRAINER, LEARNER, POLICY, ENV):
-        seen = clock.with_name(f"clock.{living.processes(title)[-1].pid}")
-        assert float(seen.read_text()) == seconds, f"{title} did see the other clock"
+    # the others ask for the wall clock only when they have something to log
+    seen = clock.with_name(f"clock.{living.processes(TRAINER)[-1].pid}")
+    assert wait_for(lambda: float(seen.read_text() or "nan") == seconds, 30), "the trainer did see the other clock"
     row = json.loads(living.rows()[-1])
     shares = {name: value for name, value in row.items() if name.startswith("lanes/") and "spans" not in name}
     assert shares and all(-1e-6 <= value <= 1 + 1e-6 for value in shares.values()), shares
