@@ -166,7 +166,9 @@ def test_a_wall_clock_that_is_set_forward_or_back_is_no_fault(living, seconds):
     assert living.faults[before:] == []
     # the others ask for the wall clock only when they have something to log
     seen = clock.with_name(f"clock.{living.processes(TRAINER)[-1].pid}")
-    assert wait_for(lambda: float(seen.read_text() or "nan") == seconds, 30), "the trainer did see the other clock"
+    assert wait_for(lambda: seen.exists() and seen.read_text() == str(float(seconds)), 30), (
+        "the trainer did see the other clock"
+    )
     row = json.loads(living.rows()[-1])
     shares = {name: value for name, value in row.items() if name.startswith("lanes/") and "spans" not in name}
     assert shares and all(-1e-6 <= value <= 1 + 1e-6 for value in shares.values()), shares
