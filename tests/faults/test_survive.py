@@ -69,6 +69,9 @@ class Living:
     def rows(self):
         return (self.directory / "metrics.jsonl").read_text().splitlines()
 
+    def given_up(self):
+        return {e for f in self.faults if f["kind"] == "episode_quarantined" for e in f["episodes"]}
+
     def goes_on(self, steps, seconds):
         target = self.steps + steps
         assert wait_for(lambda: self.steps >= target or self.process.poll() is not None, seconds), self.tail()
@@ -91,16 +94,15 @@ def living(request, start_run, line, tmp_path_factory):
     ]  # fmt: skip
     run = Living(start_run, directory, *overrides)
     run.goes_on(3, 200)
+    # what the bad episodes cause must not be taken for what a test causes
+    wait_for(lambda: run.given_up() == {int(k) for k in BAD}, 120)
     yield run
     for process in run.marked():
         process.kill()
 
 
 def test_an_episode_that_takes_its_simulator_down_each_time_is_given_up_and_the_run_goes_on(living):
-    def given_up():
-        return {e for f in living.faults if f["kind"] == "episode_quarantined" for e in f["episodes"]}
-
-    assert wait_for(lambda: given_up() == {int(k) for k in BAD}, 120), (living.faults, living.tail())
+    assert living.given_up() == {int(k) for k in BAD}, (living.faults, living.tail())
     why = {f["episodes"][0]: f["why"] for f in living.faults if f["kind"] == "episode_quarantined"}
     assert "exited with status 139" in why[9] and "exploded" in why[26] and "no answer within 3 s" in why[81]
     assert "not finite" in why[43] and "not finite" in why[62]
@@ -166,9 +168,7 @@ def test_a_wall_clock_that_is_set_forward_or_back_is_no_fault(living, seconds):
     assert living.faults[before:] == []
     # the others ask for the wall clock only when they have something to log
     seen = clock.with_name(f"clock.{living.processes(TRAINER)[-1].pid}")
-    assert wait_for(lambda: seen.exists() and seen.read_text() == str(float(seconds)), 30), (
-        "the trainer did see the other clock"
-    )
+    assert wait_for(lambda: seen.exists() and seen.read_text() == str(float(seconds)), 30), living.tail()
     row = json.loads(living.rows()[-1])
     shares = {name: value for name, value in row.items() if name.startswith("lanes/") and "spans" not in name}
     assert shares and all(-1e-6 <= value <= 1 + 1e-6 for value in shares.values()), shares
