@@ -54,6 +54,7 @@ def test_pi05_trains_with_ppo_on_maniskill_on_three_clocks(launch, tmp_path):
 
 
 @needs("mani_skill")
+@pytest.mark.long
 def test_openvla_oft_trains_with_ppo_on_maniskill_on_one_clock(launch, tmp_path):
     run = launch(tmp_path / "run", *SHORT, *PICKCUBE, *SYNCHRONOUS, recipe="vla3_maniskill_openvla_oft")
     moving = ["language_model.", "vision_backbone.", "value_head."]
@@ -61,6 +62,7 @@ def test_openvla_oft_trains_with_ppo_on_maniskill_on_one_clock(launch, tmp_path)
 
 
 @needs("libero")
+@pytest.mark.long
 def test_gr00t_trains_with_ppo_on_libero_on_one_clock(launch, tmp_path):
     run = launch(
         tmp_path / "run", *SHORT, *SYNCHRONOUS, "data.train_batch_size=2", "vla3.env.shards_per_worker=1",
