@@ -46,6 +46,12 @@ while not (root / "stop").exists():
 """
 
 
+def _hear_signals():
+    """These tests may run under nohup or as a shell's background job, whose ignored signals would be inherited."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.fixture
 def start(tmp_path):
     begun = []
@@ -57,7 +63,7 @@ def start(tmp_path):
                 command,
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
                 text=True,
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+                preexec_fn=_hear_signals,
                 **options,
             )
         )
