@@ -322,18 +322,19 @@ class Processing:
     def load(cls, path: Path) -> Processing:
         """Read ``processing.json``, given as the file or as its directory, and the tokenizer if one lies beside it."""
         file = path / FILE if path.is_dir() else path
-        if not file.is_file() and (file.parent / "policy_preprocessor.json").is_file():
+        if not file.is_file():
+            from vla3_plugin.policies import lerobot_statistics
             from vla3_plugin.policies.env_records import env_record_names
 
+            if not (file.parent / lerobot_statistics.FILE).is_file():
+                raise ProcessingError(
+                    f"{file} does not exist: it holds the normalisation statistics, without which the simulator would "
+                    "receive actions in normalised units. Copy the one the checkpoint was trained with"
+                )
             raise ProcessingError(
                 f"{file.parent} ships lerobot's statistics, which say nothing of the environment's cameras and "
                 f"dimensions: give `processing`, one of {', '.join(env_record_names())}; the statistics are then the "
                 "checkpoint's"
-            )
-        if not file.is_file():
-            raise ProcessingError(
-                f"{file} does not exist: it holds the normalisation statistics, without which the simulator would "
-                "receive actions in normalised units. Copy the one the checkpoint was trained with"
             )
         try:
             data = json.loads(file.read_text())
