@@ -6,7 +6,8 @@ uninterrupted run.
 
 Synchronous: the exported policy after the last step must be the uninterrupted run's, value for value. Asynchronous: the
 ledger must hold every group of the plan once, apart from those that stand for replay. SIGKILL goes to the driver, the
-trainer or a learner rank, at a time drawn uniformly after the run's (re)start; the simulator is real.
+trainer or a learner rank, at a time drawn uniformly after the run's (re)start; the simulator is real, and built
+anew for each episode, without which its episodes depend on those before.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from soak import TAG, end_with_me, processes
 SMALL = [
     "trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=1", "data.train_batch_size=8",
     "vla3.env.shards_per_worker=2", "vla3.env.envs_per_shard=2", "vla3.algorithm.num_mini_batches=2",
-    "vla3.algorithm.update_epoch=1", "actor_rollout_ref.model.cpu_threads=1",
+    "vla3.algorithm.update_epoch=1", "actor_rollout_ref.model.cpu_threads=1", "+vla3.env.options.reconfigure=true",
 ]  # fmt: skip
 
 

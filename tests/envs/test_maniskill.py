@@ -177,6 +177,34 @@ def test_an_episode_is_the_same_whatever_was_played_before_it(env):
             np.testing.assert_array_equal(image, other.images[camera])
 
 
+def test_with_the_scene_built_anew_an_episode_is_the_same_to_the_last_digit(env):
+    """PhysX keeps something across a reset: from the first touch on a third of all episodes differed by 1e-7 and, being
+    chaotic, by more later, so that a run resumed in a fresh process drifted from the uninterrupted one."""
+
+    def play(process, slot, seed):
+        observations = [process.reset(slot, episode(seed))]
+        while True:
+            result = process.expert_chunk([slot], 8, 0.3)[0].result
+            observations.append(result.observation)
+            if result.done:
+                return observations
+
+    seeds = range(6)
+    with EnvProcess(EXPERT, {"privileged_state": True, "reconfigure": True}, num_slots=2, name="maniskill") as anew:
+        forwards = {seed: play(anew, 0, seed) for seed in seeds}
+        backwards = {seed: play(anew, 1, seed) for seed in reversed(seeds)}
+    for seed in seeds:
+        assert len(forwards[seed]) == len(backwards[seed])
+        for one, other in zip(forwards[seed], backwards[seed], strict=True):
+            np.testing.assert_array_equal(one.state, other.state)
+            for camera, image in one.images.items():
+                np.testing.assert_array_equal(image, other.images[camera])
+    kept, built = env.reset(0, episode(0)), forwards[0][0]
+    np.testing.assert_allclose(built.state, kept.state, atol=1e-6)
+    for camera, image in kept.images.items():
+        np.testing.assert_array_equal(built.images[camera], image, err_msg="drawn as any other scene: light, no floor")
+
+
 @pytest.mark.parametrize("task", ["PushCube-v1", "StackCube-v1"])
 def test_the_scripted_expert_solves(task):
     with EnvProcess(EXPERT, {"task": task, "cameras": []}, name=task) as process:

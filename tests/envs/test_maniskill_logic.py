@@ -185,6 +185,7 @@ def test_a_running_slot_of_a_gpu_simulation_cannot_be_left_out(make):
         ({"shader": "toon"}, "env.shader"),
         ({"max_steps": 0}, "max_steps=0"),
         ({"render_backend": "none"}, r"env.cameras: \[\]"),
+        ({"reconfigure": True, "sim_backend": "gpu", "num_slots": 2}, "env.reconfigure.*envs_per_shard: 1"),
     ],
 )
 def test_bad_options_are_named(make, options, message):

@@ -178,6 +178,19 @@ def test_a_fit_is_silent_a_tight_one_warns_and_none_is_refused_with_the_arithmet
         assert piece in str(error.value), piece
 
 
+def test_a_guess_at_an_unknown_simulator_warns_and_refuses_nothing():
+    """A run of small simulators of a third party was refused for memory that it would never have taken."""
+    unknown, known = (estimate(parameters=10**6, env=name, env_workers=4) for name in ("mine", "libero"))
+    assert unknown["host"] == known["host"]
+    warning = check_fit(unknown, unknown["host"] - 1)
+    assert warning is not None and "may not fit" in warning and "mine is not in the table" in warning
+    with pytest.raises(MemoryFitError):
+        check_fit(known, known["host"] - 1)
+    rest = unknown["host"] - unknown["parts"]["simulators"]["bytes"]
+    with pytest.raises(MemoryFitError):
+        check_fit(unknown, rest - 1)
+
+
 def test_the_gpu_side_is_checked_by_itself():
     result = estimate(parameters=3 * 10**9, device="cuda")
     assert check_fit(result, 4 * 10**9) is None

@@ -10,7 +10,8 @@ Conventions, so that nobody has to guess:
 * Action (``pd_ee_delta_pose``, each in [-1, 1]): translation of the tool centre point (1.0 asks for 10 cm, of which the
   arm makes about a third within the step), rotation as Euler angles (1.0 asks for -0.1 rad: ManiSkill's sign), both in
   the robot's base frame, then the gripper: -1 closes, 1 opens. 20 control steps a second.
-* An episode's initial state is drawn from its ``seed`` alone.
+* An episode's initial state is drawn from its ``seed`` alone. How it goes on depends in the last digits on what the
+  simulation played before, unless it is built anew for each episode: see ``reconfigure``.
 
 On the CPU each slot has a simulation of its own. With ``sim_backend="gpu"`` one vectorised simulation holds all slots;
 that path shares all code below but **has not been run on a GPU yet**.
@@ -57,6 +58,9 @@ class ManiSkillEnv:
             when success begins and ends, which differs only with ``ignore_terminations``; "dense" is ManiSkill's
             normalised dense reward times ``reward_coef``.
         ignore_terminations: go on after success (and failure) until ``max_steps``: episodes of fixed length.
+        reconfigure: build the scene anew at every reset (ManiSkill's word), about 0.15 s each without a GPU: the one
+            way to episodes that do not depend, not even in their last digit, on those played before. A run resumed
+            elsewhere is then the uninterrupted one.
         instruction: instead of the task's own.
         privileged_state: append the pose of every movable object to the state. For experts and tests.
     """
@@ -78,6 +82,7 @@ class ManiSkillEnv:
         reward: str = "sparse",
         reward_coef: float = 1.0,
         ignore_terminations: bool = False,
+        reconfigure: bool = False,
         instruction: Optional[str] = None,
         privileged_state: bool = False,
     ) -> None:
@@ -115,7 +120,13 @@ class ManiSkillEnv:
             "gpu": self._gpu,
             "render_backend": ("gpu" if self._gpu else "cpu") if render_backend == "auto" else render_backend,
             "privileged": privileged_state,
+            "reconfigure": reconfigure,
         }
+        if self._gpu and reconfigure and num_slots > 1:
+            raise ValueError(
+                f"env.reconfigure is true and {num_slots} slots share a GPU simulation: one slot's reset would end the "
+                "others' episodes; set env.reconfigure: false, or vla3.env.envs_per_shard: 1"
+            )
         if self._gpu:
             self._sims = [Simulation(num_envs=num_slots, **settings)]
             self._place = [(0, row) for row in range(num_slots)]

@@ -59,11 +59,13 @@ class Simulation:
         gpu: bool,
         render_backend: str,
         privileged: bool,
+        reconfigure: bool,
     ) -> None:
-        gymnasium, sapien = _import_maniskill()
+        gymnasium = _import_maniskill()
         if light and robot:
             _use_light_robot(robot)
         self._cameras, self._privileged, self._gpu = list(cameras), privileged, gpu
+        self._light, self._reconfigure = light, reconfigure
         try:
             self.env: Any = gymnasium.make(
                 task,
@@ -98,9 +100,7 @@ class Simulation:
         self._draw = self.env._get_obs_sensor_data
         self.env._get_obs_sensor_data = types.MethodType(lambda *_, **__: {}, self.env)
         self.env.get_sensor_params = dict
-        if light and not gpu and "ground" in self.env.scene.actors:
-            for entity in self.env.scene.actors["ground"]._objs:
-                entity.find_component_by_type(sapien.render.RenderBodyComponent).visibility = 0
+        self._trim()
 
     def reset(self, row: int, seed: int) -> None:
         """Draw a new initial state for one row; the others stay as they are.
@@ -108,8 +108,15 @@ class Simulation:
         ManiSkill keeps the contacts of the last physics step, so an episode after one that ended in a grasp begins with
         ``is_grasped`` true: its first observation would depend on what was played before. A step in the new state
         replaces them, and a second reset takes that step back. On a GPU a step would move the other rows too.
+
+        PhysX itself keeps more than that: after a reset, states differ in the last digits from the first touch on.
+        Only a scene built anew forgets all.
         """
-        options = {}
+        options: dict[str, Any] = {}
+        if self._reconfigure:
+            self.env.reset(seed=[seed % 2**32], options={"reconfigure": True})
+            self._trim()
+            return
         if self._gpu:
             import torch
 
@@ -118,6 +125,16 @@ class Simulation:
         if not self._gpu:
             self.env.scene.step()
             self.env.reset(seed=[seed % 2**32], options=options)
+
+    def _trim(self) -> None:
+        """Leave out of a scene just built what would be drawn for nothing."""
+        import sapien
+
+        for sensor in [s for s in self.env.scene.sensors if s not in self._cameras]:
+            del self.env.scene.sensors[sensor]
+        if self._light and not self._gpu and "ground" in self.env.scene.actors:
+            for entity in self.env.scene.actors["ground"]._objs:
+                entity.find_component_by_type(sapien.render.RenderBodyComponent).visibility = 0
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """One control step of all rows, ``actions`` float32 [rows, A]: success [rows], fail [rows], reward [rows]."""
@@ -136,8 +153,6 @@ class Simulation:
             state |= {f"{name}_pose": _numpy(actor.pose.raw_pose) for name, actor in things.items()}
         if not images or not self._cameras:
             return {"state": state, "images": {}}
-        for sensor in [s for s in self.env.scene.sensors if s not in self._cameras]:
-            del self.env.scene.sensors[sensor]  # would be drawn for nothing
         drawn = self._draw()
         return {"state": state, "images": {c: _numpy(drawn[c]["rgb"]).astype(np.uint8) for c in self._cameras}}
 
@@ -151,14 +166,13 @@ def cuda_found() -> bool:
         return False
 
 
-def _import_maniskill() -> tuple[Any, Any]:
+def _import_maniskill() -> Any:
     try:
         import gymnasium
         import mani_skill.envs  # noqa: F401  registers the tasks
-        import sapien
     except ImportError as error:
         raise ImportError(f"{error}; ManiSkill is installed with: pip install 'vla3-plugin[maniskill]'") from error
-    return gymnasium, sapien
+    return gymnasium
 
 
 def _sensors(views: dict[str, dict[str, Any]], size: int, shader: str) -> dict[str, Any]:

@@ -31,7 +31,8 @@ ENV_COSTS = {
     "maniskill": EnvCost(800 * MB, 4 * MB),
     "latency": EnvCost(50 * MB, 1 * MB),
 }
-# A simulator this table does not know (a third party's) is counted as the dearer of the two, and the part says so.
+# A simulator this table does not know (a third party's) is counted as the dearer of the two; the part says so, and on a
+# guess no run is refused.
 _UNKNOWN_ENV = ENV_COSTS["libero"]
 
 
@@ -158,6 +159,8 @@ def estimate(
     parts: dict[str, dict[str, Any]] = {
         name: {"bytes": amount, "where": where, "how": how} for name, amount, where, how in rows if amount > 0
     }
+    if "simulators" in parts and env not in ENV_COSTS:
+        parts["simulators"]["guessed"] = True
     if not towers:
         parts["actor activations"] = {"bytes": 0, "where": tensors, "how": "not counted: the policy gives no towers"}
     sums = {side: sum(p["bytes"] for p in parts.values() if p["where"] == side) for side in ("host", "device")}
@@ -177,6 +180,8 @@ def check_fit(
 ) -> str | None:
     """Compare one side of ``estimate`` (``host``, or ``device``: all accelerators together) with what is free there.
 
+    A guess at a simulator's size may warn; only what is known refuses.
+
     Returns:
         None where at most ``margin`` of it is needed, else a warning.
 
@@ -190,6 +195,10 @@ def check_fit(
         return None
     if need <= available:
         return f"{sum_text}: it fits with little to spare"
+    guessed = sum(p["bytes"] for p in result["parts"].values() if p["where"] == where and p.get("guessed"))
+    if need - guessed <= available:
+        how = result["parts"]["simulators"]["how"]
+        return f"{sum_text}: it may not fit, if the guess of {guessed / GB:.2f} GB for simulators is right ({how})"
     levers = "vla3.env.shards_per_worker or vla3.env.workers" if where == "host" else "the micro-batch"
     raise MemoryFitError(
         f"{sum_text}: it does not fit. Where it goes:\n{format_estimate(result)}\nLower {levers}, or the policy's size."
