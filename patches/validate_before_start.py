@@ -15,11 +15,11 @@ def apply(module):
     def validate_config(config, use_reference_policy, use_critic):
         if "vla3" not in config:
             return original(config=config, use_reference_policy=use_reference_policy, use_critic=use_critic)
-        from vla3_plugin.launch import before_start, prepare_local_cluster
+        from vla3_plugin.launch import before_start, prepare_cluster
         from vla3_plugin.supervise import supervise
 
         before_start(config)
         supervise(config)
-        prepare_local_cluster(config)  # in the process that starts it
+        prepare_cluster(config)  # in the process that starts it
 
     module.validate_config = validate_config

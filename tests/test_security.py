@@ -59,8 +59,8 @@ _CLUSTER = (
     + """
 import verl, json, os, stat, subprocess, sys, time
 from omegaconf import OmegaConf
-from vla3_plugin.launch import prepare_local_cluster
-prepare_local_cluster(OmegaConf.create({"ray_kwargs": {"ray_init": {}}}))
+from vla3_plugin.launch import prepare_cluster
+prepare_cluster(OmegaConf.create({"ray_kwargs": {"ray_init": {}}}))
 import ray
 context = ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
 @ray.remote

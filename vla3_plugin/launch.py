@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from vla3_plugin.config import ConfigError, VLA3Config, parse, unknown_key
 from vla3_plugin.profile import joins_a_cluster
 from vla3_plugin.resources import recipe_names
+from vla3_plugin.telemetry import clock
 
 
 def _fail(lines: list[str]) -> None:
@@ -145,9 +146,11 @@ def _derive(config: DictConfig, vla3: VLA3Config) -> None:
     os.environ.setdefault("TENSORBOARD_DIR", os.path.join(config.vla3.run_dir, "tensorboard"))
 
 
-def prepare_local_cluster(config: DictConfig) -> None:
-    """What a Ray of our own needs to know before it starts."""
-    if joins_a_cluster(config.ray_kwargs.ray_init.get("address")):
+def prepare_cluster(config: DictConfig) -> None:
+    """What a Ray of our own needs to know before it starts, and the workers of one that is joined from this process."""
+    ray_init = config.ray_kwargs.ray_init
+    if joins_a_cluster(ray_init.get("address")):  # they do not inherit this environment
+        OmegaConf.update(ray_init, f"runtime_env.env_vars.{clock.ANCHOR}", os.environ[clock.ANCHOR], force_add=True)
         return
     os.environ.setdefault("RAY_worker_niceness", "0")  # ray's 15 lets any other job starve the trainer
     # ray's record of every task, for a dashboard that is off: each request is a task, and it grew by 0.25 MB a second

@@ -13,6 +13,7 @@ from vla3_plugin.envs.rendering import ASSIGNED, EglDevice, RenderingError, chil
 from vla3_plugin.placement.fit import PlacementError, demand
 from vla3_plugin.placement.resolve import bundle_cpus, derive, place, placement_of, share, summary
 from vla3_plugin.placement.spec import Cluster, resolve
+from vla3_plugin.telemetry import clock
 
 SOFTWARE, HIDDEN, OWN = EglDevice(None, True), EglDevice(None, False), EglDevice(0, False)
 
@@ -225,7 +226,8 @@ def test_processes_land_on_the_devices_and_nodes_that_were_chosen(tmp_path):
     cluster = RayCluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 2})
     cluster.add_node(num_cpus=4, num_gpus=2)
     try:
-        ray.init(address=cluster.address, log_to_driver=False)
+        anchor = "1.0@" + os.environ[clock.ANCHOR].partition("@")[2]  # as launch.prepare_cluster hands on the run's
+        ray.init(address=cluster.address, log_to_driver=False, runtime_env={"env_vars": {clock.ANCHOR: anchor}})
         env = {"node_group": "b,cpus", "placement": "0-1,2:2-3"}
         groups = [{"label": "b", "node_ranks": 1}, {"label": "cpus", "node_ranks": 0, "ignore_hardware": True}]
         wanted = resolve(Cluster((2, 2)), {"actor": 1, "rollout": "2-3", "env": env}, node_groups=groups)
@@ -233,13 +235,14 @@ def test_processes_land_on_the_devices_and_nodes_that_were_chosen(tmp_path):
 
         class Worker:
             def environment(self):
-                return {name: os.environ.get(name) for name in (ASSIGNED, "CUDA_VISIBLE_DEVICES")}
+                return {name: os.environ.get(name) for name in (ASSIGNED, clock.ANCHOR)}
 
         actors = [ray.remote(num_cpus=0)(Worker).options(**grid.env_options(rank)).remote() for rank in range(4)]
         assert grid.landed(tmp_path, env=actors) == []
         record = json.loads((tmp_path / "placement.json").read_text())
         assert [(r["node"], r["gpus"]) for r in record] == [(1, ["0"]), (1, ["1"]), (0, []), (0, [])]
-        assert {e[ASSIGNED] for e in ray.get([actor.environment.remote() for actor in actors])} == {"none"}
+        told = ray.get([actor.environment.remote() for actor in actors])
+        assert told == [{ASSIGNED: "none", clock.ANCHOR: anchor}] * 4
         assert ray.available_resources()["GPU"] == 1  # node 0's first was held, and given back
     finally:
         ray.shutdown()

@@ -28,7 +28,7 @@ def living(request, start_run, line, tmp_path_factory):
     directory = tmp_path_factory.mktemp(f"restart-{request.param}") / "run"
     process, tag, log = start_run(
         directory, *line, *mode_overrides(request.param), "trainer.total_training_steps=100000",
-        "trainer.val_before_train=false", "trainer.save_freq=5", "vla3.max_restarts=5", "vla3.deadline_s=45",
+        "trainer.val_before_train=false", "trainer.save_freq=5", "vla3.max_restarts=10", "vla3.deadline_s=45",
         "vla3.heartbeat_s=15", "+vla3.env.options.delay_s=0.05",
     )  # fmt: skip
     assert wait_for(lambda: len(steps(directory)) >= 8, 200), log.read_text()[-3000:]

@@ -5,6 +5,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from vla3_plugin.telemetry import clock
 
 CODE = "from vla3_plugin.telemetry import clock; print(clock.now())"
@@ -30,3 +32,16 @@ def test_a_process_of_another_machine_counts_from_its_own_clock():
 
 def test_the_clock_is_the_wall_clock_as_long_as_nobody_sets_it():
     assert abs(clock.now() - time.time()) < 5
+
+
+def test_workers_of_a_cluster_that_is_joined_are_given_the_clock():
+    """They are Ray's children, not this process's, and counted from the clock as it stood when each started."""
+    from omegaconf import OmegaConf
+
+    from vla3_plugin.launch import prepare_cluster
+
+    config = OmegaConf.create({"ray_kwargs": {"ray_init": {"address": "10.0.0.1:6379", "num_cpus": None}}})
+    OmegaConf.set_struct(config, True)
+    prepare_cluster(config)
+    given = config.ray_kwargs.ray_init.runtime_env.env_vars
+    assert child(SET_BACK + CODE, **given) == pytest.approx(clock.now(), abs=60), "set back by 5000 s"

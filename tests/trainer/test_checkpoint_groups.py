@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vla3_plugin.rollout.plan import EpisodePlan
-from vla3_plugin.telemetry.metrics import Evaluation, SuccessTable
+from vla3_plugin.telemetry.metrics import Evaluation, SuccessTable, read_metrics
 from vla3_plugin.telemetry.timeline import Timeline
 from vla3_plugin.trainer import checkpoint_groups
 from vla3_plugin.trainer.admission import Admission
@@ -200,6 +200,21 @@ def test_the_best_evaluation_is_known_again_after_a_restart(tmp_path):
     assert again.best_of([5, 15]) == 5 and again.best_of([5, 10, 15]) == 10 and again.best_of([7]) is None
     again.resumed(5, {"step": 5, "rate": 0.7, "n": 10})
     assert again.best["step"] == 5, "what came later was taken back"
+
+
+def test_the_row_of_a_step_that_was_saved_and_not_yet_written_down_is_written_on_resuming(tmp_path):
+    """A kill between a step's checkpoint and its row left a gap in the curves."""
+    record = RunRecord(tmp_path)
+    for step in (1, 2):
+        record.metrics.log(step, {"env/return/mean": step})
+    RunRecord(tmp_path).resumed(3, None, {"env/return/mean": 3})
+    RunRecord(tmp_path).resumed(3, None, {"env/return/mean": 30})
+    RunRecord(tmp_path).resumed(2, None, {"env/return/mean": 20})
+    assert [(row["step"], row["env/return/mean"]) for row in read_metrics(tmp_path)] == [(1, 1), (2, 2), (3, 3)]
+    empty = tmp_path / "empty"
+    RunRecord(empty).resumed(1, None, {"env/return/mean": 1})
+    RunRecord(empty).resumed(1, None, None)
+    assert [row["step"] for row in read_metrics(empty)] == [1]
 
 
 def test_what_a_user_must_hear_of_stands_in_the_summary(tmp_path, capsys):

@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-_ANCHOR = "VLA3_CLOCK"  # in the environment: what the monotonic clock counts from, and in which life of the machine
+ANCHOR = "VLA3_CLOCK"  # in the environment: what the monotonic clock counts from, and in which life of the machine
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -16,12 +16,12 @@ def _anchor() -> float:
     boot = ""
     with contextlib.suppress(OSError):  # not Linux
         boot = _BOOT.read_text().strip()
-    known, _, where = os.environ.get(_ANCHOR, "").partition("@")
+    known, _, where = os.environ.get(ANCHOR, "").partition("@")
     with contextlib.suppress(ValueError):
         if known and where == boot:
             return float(known)
     found = time.time() - time.monotonic()
-    os.environ[_ANCHOR] = f"{found}@{boot}"  # for the processes that this one starts
+    os.environ[ANCHOR] = f"{found}@{boot}"  # for the processes that this one starts
     return found
 
 

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 
 from vla3_plugin.policies.registry import load_policy
 from vla3_plugin.rollout import store
+from vla3_plugin.telemetry.jsonl import plain
 from vla3_plugin.trainer import checkpoint, checkpoint_groups
 from vla3_plugin.trainer.checkpoint import CheckpointError
 
@@ -126,6 +127,7 @@ def save(trainer: Any) -> None:
         "admission": groups,
         "advantage_moments": trainer.scale.previous,
         "best_evaluation": trainer.record.best,
+        "metrics": plain(trainer.row),
     }
 
     def write(directory: Path) -> None:
@@ -203,7 +205,7 @@ def load(trainer: Any) -> None:
     trainer.actor_rollout_wg.load_checkpoint(os.fspath(found / "actor"))
     trainer.global_steps, trainer.env_steps = state["global_steps"], state["env_steps"]
     trainer.scale.previous = state["advantage_moments"]
-    trainer.record.resumed(state["global_steps"], state["best_evaluation"])
+    trainer.record.resumed(state["global_steps"], state["best_evaluation"], state.get("metrics"))
     groups = state["admission"]
     same = all(now[key] == state["made_with"].get(key) for key in EPISODES)
     if not same or not trainer.vla3.stages.training.enabled:  # on one clock a step plays its own groups

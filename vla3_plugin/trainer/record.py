@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from vla3_plugin.telemetry.console import StepLine, describe_machine, format_outcome, format_rate
-from vla3_plugin.telemetry.metrics import Evaluation, MetricsWriter, before_after, read_evaluations
+from vla3_plugin.telemetry.metrics import Evaluation, MetricsWriter, before_after, read_evaluations, read_metrics
 
 
 class RunRecord:
@@ -47,9 +47,14 @@ class RunRecord:
         self.notes.append(text)
         print(f"vla3: {text}", file=sys.stderr, flush=True)
 
-    def resumed(self, step: int, best: dict[str, Any] | None) -> None:
-        """The run goes on after ``step``; ``best`` is the best evaluation as its checkpoint knows it."""
+    def resumed(self, step: int, best: dict[str, Any] | None, metrics: dict[str, Any] | None = None) -> None:
+        """The run goes on after ``step``; ``best`` is the best evaluation as its checkpoint knows it.
+
+        ``metrics`` are the step's as far as they were known then: its row, if the run ended before that was written.
+        """
         self.best = best
+        if metrics and all(row["step"] < step for row in read_metrics(self.run_dir)[-1:]):
+            self.metrics.log(step, metrics)
         for evaluation in read_evaluations(self.run_dir):
             if evaluation.step <= step:  # what came later is of a future that the resume took back
                 self._compare(evaluation)

@@ -78,6 +78,7 @@ class VLA3Trainer(PPOTrainer):
         super().__init__(config)
         self.record = RunRecord(self.run_dir)
         self.env_steps = 0
+        self.row: dict[str, Any] = {}  # metrics of the step that is being made
         self.checked_parity = False
 
     # ---- construction: what verl's _setup calls ----
@@ -280,6 +281,7 @@ class VLA3Trainer(PPOTrainer):
         metrics.update(self.faults.metrics())
         self.ledger.write(self.global_steps, *self.feeder.account())
         metrics[ENV_STEPS] = self.env_steps
+        self.row = metrics
         return store.batch_of(batch.all_keys + batch.leftovers)
 
     # ---- the stages ----
