@@ -23,6 +23,10 @@ MODES = [
 ]
 
 
+def with_path(directory):
+    return os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH")]))
+
+
 def mode_overrides(mode):
     return [*(_GRPO if "grpo" in mode else []), *(_ON if "-asynchronous" in mode else [])]
 
@@ -44,7 +48,7 @@ def gaussian(third_party, tmp_path_factory):
         "import torch, pathlib; torch.manual_seed(0); from third_party_policy import GaussianPolicy; "
         f"GaussianPolicy().save(pathlib.Path({str(path)!r}))"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(third_party)})
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": with_path(third_party)})
     return path
 
 
@@ -83,7 +87,7 @@ def start_run(third_party):
     def start(directory: Path, *overrides: str, recipe="vla3_maniskill_sync", **variables: str):
         tag = f"{os.getpid()}-{directory}"
         command = [sys.executable, "-m", "verl.trainer.main", f"recipe={recipe}", f"vla3.run_dir={directory}"]
-        environment = {**os.environ, "PYTHONPATH": str(third_party), "VLA3_PROFILE": "cpu", "VLA3_TEST_TAG": tag}
+        environment = {**os.environ, "PYTHONPATH": with_path(third_party), "VLA3_PROFILE": "cpu", "VLA3_TEST_TAG": tag}
         environment |= variables
         for what in ("CLOCK", "BAD_GRADIENT"):  # see the third-party package
             environment[f"VLA3_TEST_{what}"] = str(directory.parent / what.lower())
@@ -127,7 +131,7 @@ def launch(third_party):
     def start(directory: Path, *overrides: str, recipe="vla3_maniskill_sync", module="verl.trainer.main", timeout=600):
         plus = "" if module == "verl.trainer.main" else "+"
         command = [sys.executable, "-m", module, f"{plus}recipe={recipe}", f"vla3.run_dir={directory}", *overrides]
-        environment = {**os.environ, "PYTHONPATH": str(third_party), "VLA3_PROFILE": "cpu"}
+        environment = {**os.environ, "PYTHONPATH": with_path(third_party), "VLA3_PROFILE": "cpu"}
         directory.mkdir(parents=True, exist_ok=True)
         done = subprocess.run(
             command, cwd=directory, env=environment, capture_output=True, text=True, timeout=timeout, check=False

@@ -21,14 +21,38 @@ def check(run):
     assert (run.directory / "checkpoints" / "global_step_1" / "policy" / "model.safetensors").exists()
 
 
-@needs("mani_skill")
-def test_maniskill_recipe_trains_a_step_in_the_simulator(launch, tmp_path):
-    run = launch(
-        tmp_path / "run", "data.train_batch_size=8", "vla3.env.envs_per_shard=2", "trainer.total_training_steps=1",
-        "vla3.evaluation.episodes_per_task=2", "trainer.save_freq=1", "trainer.test_freq=-1",
+@pytest.fixture(scope="module")
+def maniskill(launch, tmp_path_factory):
+    return launch(
+        tmp_path_factory.mktemp("maniskill") / "run", "data.train_batch_size=8", "vla3.env.envs_per_shard=2",
+        "trainer.total_training_steps=1", "vla3.evaluation.episodes_per_task=2", "trainer.save_freq=1",
+        "trainer.test_freq=-1",
     )  # fmt: skip
-    check(run)
-    assert run.metrics[0]["env/episodes"] == 8
+
+
+@needs("mani_skill")
+def test_maniskill_recipe_trains_a_step_in_the_simulator(maniskill):
+    check(maniskill)
+    assert maniskill.metrics[0]["env/episodes"] == 8
+
+
+@needs("mani_skill")
+def test_images_cross_each_boundary_once_and_never_pass_through_the_driver(maniskill):
+    """The padding rows and the parity check used to carry whole samples through the driver."""
+    row = maniskill.metrics[0]
+    data = {name.rpartition("/")[2]: size for name, size in row.items() if name.startswith("traffic/data/")}
+    samples, views = row["rollout/chunk_steps"], 2 * 64 * 64 * 3
+    looks = samples + row["env/episodes"]  # each episode's final observation too
+    # one evaluation episode and more were played in this window as well
+    assert looks * views <= data["simulator_to_env"] <= 2 * looks * views
+    prepared = data["env_to_store"] / samples  # a sample: its inputs, and what makes its log-prob recomputable
+    assert views <= prepared < data["env_to_policy"] / samples * 1.2
+    assert data["store_to_learner"] < 1.2 * data["env_to_store"] + 32 * prepared, "fetched once an update"
+    assert data["store_to_driver"] < 0.05 * data["env_to_store"], "no image"
+    assert data["driver_to_store"] < 0.05 * data["env_to_store"]
+    assert data["store_to_checkpoint"] == 0, "nothing is in flight on one clock"
+    policy = maniskill.directory / "checkpoints" / "global_step_1" / "policy" / "model.safetensors"
+    assert row["traffic/weights/learner_to_policy"] / policy.stat().st_size == pytest.approx(2, rel=0.1)
 
 
 @needs("libero")

@@ -22,6 +22,7 @@ import vla3_plugin
 from vla3_plugin.contract import ChunkResult, EnvSpec, Episode, Observation, check_actions
 from vla3_plugin.envs import wire
 from vla3_plugin.envs.base import ExpertChunk
+from vla3_plugin.telemetry import traffic
 
 # Creates the package from its directory alone: the parent's site-packages must not leak into the child's interpreter.
 _BOOTSTRAP = """
@@ -243,7 +244,9 @@ class EnvProcess:
 
     def _observation(self, slot: int, kind: str, instruction: str) -> Observation:
         images = {camera: self._shared(slot, f"{kind}.{camera}").copy() for camera in self.spec.cameras}
-        return Observation(images, self._shared(slot, f"{kind}.state").copy(), instruction)
+        state = self._shared(slot, f"{kind}.state").copy()
+        traffic.count("simulator_to_env", [*images.values(), state])
+        return Observation(images, state, instruction)
 
     def _result(self, slot: int, data: dict[str, Any]) -> ChunkResult:
         steps, frames, final = data["steps"], data["frames"], data["final"]

@@ -6,18 +6,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from verl.experimental.separation.engine_workers import DetachActorWorker
-from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.single_controller.base.decorator import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
 
 from vla3_plugin.learner import fields
-from vla3_plugin.telemetry import clock
+from vla3_plugin.rollout import store
+from vla3_plugin.telemetry import clock, traffic
 from vla3_plugin.telemetry.timeline import Timeline
 
 # verl's split over the data-parallel ranks; the answers stay futures, for the driver to pick up when it likes
@@ -76,6 +77,7 @@ class ActorWorker(DetachActorWorker):
         computed with, for later epochs. Every rank gets a call for every micro-batch, so none waits for another in a
         reduction. Samples are fetched while earlier micro-batches compute; they take their turn by ``sequence``.
         """
+        traffic.count("store_to_learner", _tensors(data))
         sequence, last = tu.pop(data, key="sequence"), tu.pop(data, key="last")
         async with self._turn:
             await self._turn.wait_for(lambda: sequence == self._expected)
@@ -102,12 +104,19 @@ class ActorWorker(DetachActorWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     async def update_actor(self, data: TensorDict) -> TensorDict:
+        traffic.count("store_to_learner", _tensors(data))
+
         def update() -> TensorDict:
             with self.timeline.span(GRADIENT, "update", samples=len(data)):
                 return self.actor.train_mini_batch(data=data)
 
         output = await self._compute(update)
         return output.cpu() if output is not None else None
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    async def copy_samples(self, source: list[str], copies: list[str]) -> None:
+        """See ``store.copy_samples``. Done here, because samples hold images, which do not pass through the driver."""
+        await asyncio.to_thread(store.copy_samples, source, copies)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def snapshot(self, version: int) -> None:
@@ -140,4 +149,8 @@ class ActorWorker(DetachActorWorker):
         """Spans since the last call, and how many updates were skipped since then (their gradient was not finite)."""
         engine: Any = self.actor.engine
         skipped, engine.skipped_updates = engine.skipped_updates, 0
-        return self.timeline.drain(), skipped
+        return self.timeline.drain() + traffic.drain(self.timeline.role), skipped
+
+
+def _tensors(data: TensorDict) -> Iterator[torch.Tensor]:
+    return (value for value in data.values() if isinstance(value, torch.Tensor))

@@ -17,6 +17,7 @@ ADVANTAGES = "advantages"  # [N, L], L: elements of the policy loss after granul
 RETURNS = "returns"  # like VALUE
 POLICY_MASK = "loss_mask"  # [N, L] bool as float; verl's engines expect this name
 VALUE_MASK = "value_mask"  # like VALUE
+MASKS = (POLICY_MASK, VALUE_MASK)  # a sample that weighs nothing has them zero
 STEP_MASK = "valid"  # [N, C]
 VERSION = "version" + SCALAR  # [N, 1] what made the sample
 REF_LOGPROB = "ref_logprob"  # [N, C, D]

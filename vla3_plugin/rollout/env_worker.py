@@ -24,6 +24,7 @@ from vla3_plugin.rollout.episodes import Assignment, EpisodeQueue, Mode
 from vla3_plugin.rollout.interaction import Arrays, Finished, Interaction, Quarantined
 from vla3_plugin.rollout.policy_client import PolicyClient
 from vla3_plugin.rollout.supervision import Limits, SupervisedEnv
+from vla3_plugin.telemetry import traffic
 from vla3_plugin.telemetry.timeline import Timeline
 
 
@@ -113,7 +114,9 @@ class EnvWorker:
         return {name: tensor.numpy() for name, tensor in self.preparer.prepare(observations).items()}
 
     def _act(self, inputs: Arrays, keys: Sequence[NoiseKey], mode: Mode) -> Arrays:
-        return self.policy.act(inputs, keys, mode)
+        output = self.policy.act(inputs, keys, mode)
+        traffic.count("policy_to_env", output)
+        return output
 
     def _tell(self, event: dict[str, Any]) -> None:
         self.done.put({"event": event})
@@ -161,7 +164,7 @@ class EnvWorker:
         return summaries
 
     def drain_timeline(self) -> list[Any]:
-        return self.timeline.drain()
+        return self.timeline.drain() + traffic.drain(self.timeline.role)
 
     def close(self) -> None:
         self.source.close(drop=True)

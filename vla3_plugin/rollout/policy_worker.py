@@ -25,6 +25,7 @@ from vla3_plugin.policies.serve import ServedPolicy
 from vla3_plugin.rollout.batcher import BatcherStats
 from vla3_plugin.rollout.inference_lane import BatchedLane, DirectLane
 from vla3_plugin.rollout.policy_client import NotServingError
+from vla3_plugin.telemetry import traffic
 from vla3_plugin.telemetry.timeline import Timeline
 
 NAME = "vla3"
@@ -65,6 +66,7 @@ class PolicyServer(BaseRollout):
         """
         with self.timeline.span("weights", "receive", version=global_steps):
             state = {name: tensor async for name, tensor in ensure_async_iterator(weights)}
+        traffic.count("learner_to_policy", state)
         expected = self.served.policy.state_dict()
         missing, unexpected = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
         shapes = [n for n in state if n in expected and state[n].shape != expected[n].shape]
@@ -99,6 +101,7 @@ class PolicyWorker(CheckpointEngineWorker):
         """
         if self.server.served.version < 0:
             raise NotServingError(f"policy worker {self.server.replica_rank} was restarted and waits for its weights")
+        traffic.count("env_to_policy", inputs)
         return await self.server.lane.act(inputs, noise_keys, mode)
 
     async def configure(self, stage: dict[str, Any]) -> None:
@@ -106,7 +109,7 @@ class PolicyWorker(CheckpointEngineWorker):
 
     async def drain_timeline(self) -> tuple[list[Any], BatcherStats | None]:
         """Spans of this process and the batcher's figures since the last call."""
-        return self.server.timeline.drain(), self.server.lane.drain_stats()
+        return self.server.timeline.drain() + traffic.drain(self.server.timeline.role), self.server.lane.drain_stats()
 
     async def weights_version(self) -> int:
         return self.server.served.version

@@ -10,7 +10,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from vla3_plugin.contract import Trajectory
-from vla3_plugin.learner.fields import SCALAR, densify
+from vla3_plugin.learner.fields import MASKS, SCALAR, densify
+from vla3_plugin.telemetry import traffic
 
 PARTITION = "train"
 
@@ -22,6 +23,7 @@ def put_trajectory(trajectory: Trajectory) -> None:
     samples["episode_id"] = torch.full((count, 1), episode.episode_id)
     samples["group_id"] = torch.full((count, 1), episode.group_id)
     samples["chunk_index"] = torch.arange(count)[:, None]
+    traffic.count("env_to_store", samples)
     tags = [{"status": "success", "version": int(v)} for v in trajectory.samples["version"].reshape(count)]
     # the queue unbinds a batch into rows of at least one dimension
     fields = {name if t.dim() > 1 else name + SCALAR: t if t.dim() > 1 else t[:, None] for name, t in samples.items()}
@@ -32,15 +34,28 @@ def put_trajectory(trajectory: Trajectory) -> None:
 
 def get_fields(keys: Sequence[str], names: Sequence[str]) -> dict[str, Tensor]:
     data = densify(tq.kv_batch_get(keys=list(keys), partition_id=PARTITION, select_fields=list(names)))
+    traffic.count("store_to_driver", dict(data.items()))
     return {name: data[name] for name in names}
 
 
 def get_rows(keys: Sequence[str]) -> dict[str, Tensor]:
-    """All fields of ``keys``, of which some may be named more than once."""
-    unique = list(dict.fromkeys(keys))
+    """All fields of ``keys``, images included, for a checkpoint."""
+    data = dict(densify(tq.kv_batch_get(keys=list(keys), partition_id=PARTITION)).items())
+    traffic.count("store_to_checkpoint", data)
+    return data
+
+
+def copy_samples(source: Sequence[str], copies: Sequence[str]) -> None:
+    """Store ``source``, of which some may be named more than once, once more under the names ``copies``.
+
+    The copies have every field, and weigh nothing.
+    """
+    unique = list(dict.fromkeys(source))
     data = densify(tq.kv_batch_get(keys=unique, partition_id=PARTITION))
-    rows = [unique.index(key) for key in keys]
-    return {name: data[name][rows] for name in data.keys()}
+    rows = [unique.index(key) for key in source]
+    fields = {name: torch.zeros_like(data[name]) if name in MASKS else data[name] for name in data.keys()}
+    fields = {name: value[rows] for name, value in fields.items()}
+    tq.kv_batch_put(keys=list(copies), partition_id=PARTITION, fields=TensorDict(fields, batch_size=len(copies)))
 
 
 def clear(keys: Sequence[str]) -> None:
@@ -57,6 +72,7 @@ def clear_episodes(episodes: Sequence[int]) -> None:
 
 
 def put_fields(keys: Sequence[str], fields: dict[str, Tensor]) -> None:
+    traffic.count("driver_to_store", fields)
     tq.kv_batch_put(keys=list(keys), partition_id=PARTITION, fields=TensorDict(dict(fields), batch_size=len(keys)))
 
 

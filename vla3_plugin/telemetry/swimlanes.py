@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vla3_plugin.telemetry import charts, page
-from vla3_plugin.telemetry.timeline import DROPPED_LANE, WAIT, WAITS, Span, display_order, kind
+from vla3_plugin.telemetry.timeline import DROPPED_LANE, NO_WORK, WAIT, WAITS, Span, display_order, kind
 from vla3_plugin.telemetry.trace import TRACE_FILE, TraceError, read_trace
 from vla3_plugin.telemetry.utilisation import Lane, Segment, Shares, by_lane, flatten, shares, shares_by_kind
 
@@ -147,7 +147,7 @@ def _over_steps(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _flat(spans: Iterable[Span], start: float, end: float) -> dict[Lane, list[Segment]]:
-    return {lane: flatten(of_lane, start, end) for lane, of_lane in by_lane(spans).items() if lane[1] != DROPPED_LANE}
+    return {lane: flatten(of_lane, start, end) for lane, of_lane in by_lane(spans).items() if lane[1] not in NO_WORK}
 
 
 def _colours(flat: Mapping[Lane, Sequence[Segment]]) -> dict[tuple[str, str], str]:

@@ -30,6 +30,8 @@ from vla3_plugin.telemetry import clock
 WAIT = "wait:"
 WAITS = ("wait:env", "wait:batch", "wait:weights", "wait:data")
 DROPPED_LANE = "timeline"  # spans that were lost are recorded here, so that a hole is not taken for idleness
+TRAFFIC_LANE = "traffic"  # bytes that were counted: no work, see telemetry.traffic
+NO_WORK = (DROPPED_LANE, TRAFFIC_LANE)
 ROLES = ("driver", "actor", "policy", "env")  # from top to bottom, wherever lanes are listed
 
 

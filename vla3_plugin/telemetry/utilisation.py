@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vla3_plugin.telemetry.metrics import MetricsError, aggregate, histogram
-from vla3_plugin.telemetry.timeline import DROPPED_LANE, WAIT, WAITS, Span, display_order, kind
+from vla3_plugin.telemetry.timeline import DROPPED_LANE, NO_WORK, WAIT, WAITS, Span, display_order, kind
 
 SIDE_LANES = frozenset({"weights", "publication"})  # idle by design; they do not count in how busy a role is
 MOST_LANES = 64  # more lanes than that are reported by role alone
@@ -103,7 +103,7 @@ def lane_shares(spans: Iterable[Span], start: float, end: float, known: Iterable
     if not end > start:
         raise MetricsError(f"window of utilisation from {start} to {end}; its end must come after its start")
     lanes: dict[Lane, list[Span]] = {lane: [] for lane in known} | by_lane(spans)
-    order = sorted((lane for lane in lanes if lane[1] != DROPPED_LANE), key=lambda lane: display_order(*lane))
+    order = sorted((lane for lane in lanes if lane[1] not in NO_WORK), key=lambda lane: display_order(*lane))
     return {lane: shares(flatten(lanes[lane], start, end), end - start) for lane in order}
 
 
@@ -156,7 +156,7 @@ def _keys(prefix: str, item: Shares) -> dict[str, float]:
 def carry_over(spans: Iterable[Span], end: float) -> list[Span]:
     """Spans that reach past the window's end: put them before those of the next step. (Processes are drained a little
     after the step's end, and forget what they handed over.)"""
-    return [span for span in spans if span.end > end and span.lane != DROPPED_LANE]
+    return [span for span in spans if span.end > end and span.lane not in NO_WORK]
 
 
 # ---------------------------------------------------------------- distributions

@@ -118,15 +118,10 @@ def padding_rows(keys: list[str], divisor: int, origin: str) -> list[str]:
     return [f"{PADDING}{origin}{i}_{keys[i % len(keys)]}" for i in range(missing)]
 
 
-def write_padding_rows(keys: list[str], padding: list[str]) -> None:
+def write_padding_rows(learner: Any, keys: list[str], padding: list[str]) -> None:
     """Store padding rows: copies of real samples, so that every field exists and is finite, that weigh nothing."""
     if padding:
-        source = [keys[i % len(keys)] for i in range(len(padding))]
-        data = store.get_rows(source)
-        for name in (fields.POLICY_MASK, fields.VALUE_MASK):
-            if name in data:
-                data[name] = torch.zeros_like(data[name])
-        store.put_fields(padding, data)
+        learner.copy_samples([keys[i % len(keys)] for i in range(len(padding))], padding)
 
 
 def put(batch: Batch, data: dict[str, Tensor]) -> None:

@@ -36,14 +36,13 @@ def check_parity(trainer: VLA3Trainer, batch: Batch, metrics: dict) -> None:
     rows = _ROWS - _ROWS % -trainer.dp_size
     source = [fresh[i % len(fresh)] for i in range(min(rows, len(fresh) - len(fresh) % -trainer.dp_size))]
     copies = [f"{PADDING}parity{i}" for i in range(len(source))]
-    data = store.get_rows(source)
-    store.put_fields(copies, data)
+    trainer.actor_rollout_wg.copy_samples(source, copies)
     trainer.learner_outputs(trainer.actor_rollout_wg, "compute_log_prob", copies)
-    learner = store.get_fields(copies, [fields.LEARNER_LOGPROB, fields.LEARNER_VALUE])
+    pairs = (fields.LEARNER_LOGPROB, fields.LOGPROB), (fields.LEARNER_VALUE, fields.VALUE)
+    found = store.get_fields(copies, [name for pair in pairs for name in pair])
     store.clear(copies)
-    gap = (learner[fields.LEARNER_LOGPROB] - data[fields.LOGPROB]).abs().max().item()
-    metrics["rollout/logprob_diff_max"] = gap
-    metrics["rollout/value_diff_max"] = (learner[fields.LEARNER_VALUE] - data[fields.VALUE]).abs().max().item()
+    gap, value_gap = ((found[one] - found[other]).abs().max().item() for one, other in pairs)
+    metrics["rollout/logprob_diff_max"], metrics["rollout/value_diff_max"] = gap, value_gap
     if trainer.checked_parity:
         return
     print(f"vla3: rollout and learner log-probs differ by at most {gap:.2e} over {len(copies)} samples")

@@ -55,7 +55,7 @@ class MicroBatches:
 
     def _send(self, keys: list[str], last: bool) -> None:
         padding = padding_rows(keys, self.trainer.dp_size, "micro")
-        write_padding_rows(keys, padding)
+        write_padding_rows(self.trainer.actor_rollout_wg, keys, padding)
         self.padding += padding
         request = store.batch_of(
             keys + padding,
@@ -108,7 +108,7 @@ def train_arriving(trainer: VLA3Trainer, metrics: dict[str, Any]) -> Batch:
                 stream.settle()  # a checkpoint follows, and its collectives must not meet those of a gradient
                 raise
             piece = Batch([t for g in groups for t in g.trajectories], divisor=trainer.dp_size, origin="piece")
-            write_padding_rows(piece.keys, piece.padding)
+            write_padding_rows(trainer.actor_rollout_wg, piece.keys, piece.padding)
             if limit == first:  # later the learner is no longer what it was before the step
                 check_parity(trainer, piece, metrics)
             prepared.append((trainer.prepare(piece), len(piece.keys)))

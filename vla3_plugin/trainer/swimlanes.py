@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import ray
 
 from vla3_plugin.rollout.batcher import BatcherStats
-from vla3_plugin.telemetry import clock
-from vla3_plugin.telemetry.timeline import Span
+from vla3_plugin.telemetry import clock, traffic
+from vla3_plugin.telemetry.timeline import TRAFFIC_LANE, Span
 from vla3_plugin.telemetry.trace import TraceWriter
 from vla3_plugin.telemetry.utilisation import carry_over, utilisation_metrics
 
@@ -30,7 +30,7 @@ class Swimlanes:
     def drain(self) -> dict[str, float]:
         """Shares of every lane since the last call, and the batchers' figures; the spans go into the trace."""
         trainer, end = self.trainer, clock.now()
-        spans: list[Span] = trainer.timeline.drain() + trainer.interaction.drain_timeline()
+        spans: list[Span] = trainer.timeline.drain() + traffic.drain("driver") + trainer.interaction.drain_timeline()
         metrics: dict[str, float] = {}
         batchers = []
         for call in [s.drain_timeline.remote() for s in trainer.get_llm_client()]:
@@ -49,8 +49,9 @@ class Swimlanes:
                 trainer.faults({"kind": "update_skipped", "where": "learner", "why": "its gradient was not finite",
                                 "episodes": []})  # fmt: skip
         self.writer.append(spans)
+        metrics |= traffic.traffic_metrics(spans)
         spans = self._open + spans
-        self._lanes |= {(s.role, s.lane) for s in spans}
+        self._lanes |= {(s.role, s.lane) for s in spans if s.lane != TRAFFIC_LANE}
         self._open = carry_over(spans, end)
         metrics |= utilisation_metrics(spans, self._start, end, self._lanes)
         self._start = end

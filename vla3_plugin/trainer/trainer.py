@@ -260,7 +260,7 @@ class VLA3Trainer(PPOTrainer):
                 batch = streaming.train_arriving(self, metrics)
             if self.vla3.algorithm.update_epoch > 1 and batch.trained_keys:
                 with marked_timer("update", timing_raw, color="red"):
-                    write_padding_rows(batch.keys, batch.padding)
+                    write_padding_rows(self.actor_rollout_wg, batch.keys, batch.padding)
                     streaming.complete_logprobs(self, batch)
                     self.update(batch, metrics, self.vla3.algorithm.update_epoch - 1)
         else:
@@ -302,7 +302,7 @@ class VLA3Trainer(PPOTrainer):
             groups += self.feeder.groups(self.groups_per_step)
         divisor = self.dp_size * self.vla3.algorithm.num_mini_batches
         batch = Batch([t for g in groups for t in g.trajectories], divisor=divisor)
-        write_padding_rows(batch.keys, batch.padding)
+        write_padding_rows(self.actor_rollout_wg, batch.keys, batch.padding)
         return batch
 
     def prepare(self, batch: Batch) -> dict[str, float]:
