@@ -129,6 +129,7 @@ class PlacementConfig:
     ratio: str | None = None  # rollout:actor = 3:1, of the devices that component_placement leaves
     ratio_per_node: bool = False  # the ratio holds on every node: rollout and learner of a node are a cell
     node_gpus: list[int] | None = None  # accelerators of each node; null: this machine's
+    profile: str | None = None  # file of ``vla3 profile``, by which mode auto chooses
     model_memory_gb: float | None = None  # of a learner rank or policy worker on a GPU that hosts simulators too
     simulator_memory_gb: float | None = None  # of all simulators on such a GPU
 

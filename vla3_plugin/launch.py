@@ -81,8 +81,11 @@ def before_start(config: DictConfig) -> None:
         faults += error.faults
     if faults:
         _fail(faults)
-    from vla3_plugin.placement import resolve
+    from vla3_plugin.placement import auto, resolve
 
+    choice, faults = auto.settle(config, vla3)
+    if faults:
+        _fail(faults)
     placement, unplaced = resolve.place(config, vla3)
     if placement is not None:
         resolve.derive(config, vla3, placement)
@@ -98,8 +101,10 @@ def before_start(config: DictConfig) -> None:
     if faults:
         _fail(faults)
     if placement is not None:
-        summary["placement"] = resolve.summary(placement)
+        summary["placement"] = resolve.summary(placement) | (choice.summary() if choice is not None else {})
     announce(summary, Path(config.vla3.run_dir))
+    if choice is not None:
+        auto.keep(Path(config.vla3.run_dir), choice)
 
 
 def _exposed_secrets(config: DictConfig) -> list[str]:

@@ -270,36 +270,46 @@ def estimate(work: Workload) -> float:
     return min(loop, limits["rollout"], samples / learner, samples / driver if driver else math.inf)
 
 
-def config_of(candidate: Candidate) -> list[str]:
-    """Overrides to paste."""
+def settings_of(candidate: Candidate) -> dict[str, Any]:
+    """The keys of a run's config that make it this candidate."""
     layout, s, nodes = candidate.work.layout, candidate.work.schedule, candidate.nodes
-    if layout.shared:
-        place = ["vla3.placement.mode=collocated"]
-    else:
+    found: dict[str, Any] = {"vla3.placement.mode": "collocated" if layout.shared else "disaggregated"}
+    if not layout.shared:
         common = math.gcd(layout.replicas, layout.ranks)
         ratio = f"rollout:actor = {layout.replicas // common}:{layout.ranks // common}"
-        place = ["vla3.placement.mode=disaggregated", f"'vla3.placement.ratio=\"{ratio}\"'"]
-        place += ["vla3.placement.ratio_per_node=true"] if candidate.mode == "cells" else []
-    ranks = layout.ranks // nodes
-    engine = [f"actor_rollout_ref.actor.fsdp_config.fsdp_size={ranks}"] if candidate.mode == "cells" else []
-    stages = [
-        f"vla3.stages.{name}.enabled={str(getattr(s, name)).lower()}"
-        for name in ("interaction", "streaming", "training")
-    ]
+        found["vla3.placement.ratio"] = ratio
+    if candidate.mode == "cells":
+        found["vla3.placement.ratio_per_node"] = True
+        found["actor_rollout_ref.actor.fsdp_config.fsdp_size"] = layout.ranks // nodes
+    found |= {
+        "vla3.env.workers": layout.workers,
+        "vla3.env.shards_per_worker": layout.shards,
+        "vla3.env.envs_per_shard": layout.slots,
+    }
+    found |= {f"vla3.stages.{n}.enabled": getattr(s, n) for n in ("interaction", "streaming", "training")}
     if s.interaction:
-        stages += [f"vla3.stages.interaction.max_batch_size={s.max_batch_size}",
-                   f"vla3.stages.interaction.max_wait_ms={s.max_wait_ms:g}"]  # fmt: skip
+        found["vla3.stages.interaction.max_batch_size"] = s.max_batch_size
+        found["vla3.stages.interaction.max_wait_ms"] = float(s.max_wait_ms)
     else:
-        stages += [f"vla3.env.pipeline_stage_num={s.pipeline_stage_num}"]
+        found["vla3.env.pipeline_stage_num"] = s.pipeline_stage_num
     if s.training:
-        stages += [f"vla3.stages.training.max_staleness={s.max_staleness}"]
+        found["vla3.stages.training.max_staleness"] = s.max_staleness
     if s.streaming:  # what a streamed batch cannot have before it is complete
-        stages += ["vla3.algorithm.advantage_statistics=previous", "vla3.algorithm.mini_batches=episodes"]
-    return [
-        *place, *engine, f"vla3.env.workers={layout.workers}", f"vla3.env.shards_per_worker={layout.shards}",
-        f"vla3.env.envs_per_shard={layout.slots}", *stages, f"data.train_batch_size={s.train_batch_size}",
-        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={s.micro_batch}",
-    ]  # fmt: skip
+        found |= {"vla3.algorithm.advantage_statistics": "previous", "vla3.algorithm.mini_batches": "episodes"}
+    return found | {
+        "data.train_batch_size": s.train_batch_size,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": s.micro_batch,
+    }
+
+
+def config_of(candidate: Candidate) -> list[str]:
+    """Overrides to paste into a shell."""
+
+    def text(value: Any) -> str:
+        return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else value
+
+    pairs = settings_of(candidate).items()
+    return [f"'{key}=\"{value}\"'" if " " in str(value) else f"{key}={text(value)}" for key, value in pairs]
 
 
 def format_plans(plans: list[Plan], shown: int = 10) -> str:

@@ -30,13 +30,8 @@ def place(config: Any, vla3: VLA3Config) -> tuple[Placement | None, list[str]]:
     if not _given(spec):
         alone = [name for name in ("node_groups", "node_gpus", "ratio_per_node") if getattr(spec, name)]
         return None, [f"{KEY}.{name} says nothing without component_placement, mode or ratio" for name in alone]
-    if spec.mode == "auto" and not (spec.component_placement or spec.ratio):
-        return None, [
-            f"{KEY}.mode: 'auto' has nothing to choose by; run `vla3 plan` with a profile of this hardware and paste "
-            "what it prints, or name a ratio or a component_placement"
-        ]
     try:
-        placement = _resolve(spec, _cluster(config, spec), vla3.env.workers)
+        placement = _resolve(spec, cluster_of(config, spec), vla3.env.workers)
     except SpecError as error:
         return None, error.faults
     faults = [*_shared_faults(config, placement), *_budget_faults(config, spec, placement)]
@@ -102,7 +97,12 @@ def _resolve(spec: PlacementConfig, cluster: Cluster, env_workers: int) -> Place
     )
 
 
-def _cluster(config: Any, spec: PlacementConfig) -> Cluster:
+def chooses(spec: PlacementConfig) -> bool:
+    """Whether the planner is to choose: ``auto``, and nothing that says where things go."""
+    return spec.mode == "auto" and not (spec.component_placement or spec.ratio)
+
+
+def cluster_of(config: Any, spec: PlacementConfig) -> Cluster:
     """The cluster as described, or this machine."""
     gpus = spec.node_gpus
     if gpus is not None:
@@ -115,7 +115,11 @@ def _cluster(config: Any, spec: PlacementConfig) -> Cluster:
         import torch
 
         return Cluster((torch.cuda.device_count(),))
-    # On a machine without accelerators they are logical, and there are as many as the placement names.
+    # On a machine without accelerators they are logical, and there are as many as the placement names, or for the
+    # planner as the config has learner ranks and policy workers.
+    if chooses(spec):
+        both = (config.trainer, config.actor_rollout_ref.rollout)
+        return Cluster((sum(int(part.n_gpus_per_node) * int(part.nnodes) for part in both),))
     named = [int(n) for text in _texts(spec.component_placement) for n in re.findall(r"\d{1,4}", text)]
     parts = sum(int(n) for n in re.findall(r"\d{1,3}", str(spec.ratio).partition("=")[2]))
     return Cluster((max([1, *(n + 1 for n in named), parts]),))
