@@ -105,17 +105,16 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from omegaconf import OmegaConf
 from torch.distributed.fsdp import fully_shard
 from vla3_plugin.learner.model_config import ModelCard
-from vla3_plugin.learner.weights import GlooCheckpointEngine
+from vla3_plugin.learner import weights
 with socket.socket() as probe:
     probe.bind(("127.0.0.1", 0))
     port = probe.getsockname()[1]
 os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
 distributed.initialize_global_process_group_ray()
-engine = GlooCheckpointEngine(0, is_master=True)
 with socket.socket() as probe:
     probe.bind(("127.0.0.1", 0))
-    engine.init_process_group(0, 1, {"address": "127.0.0.1", "port": probe.getsockname()[1]})
-engine._connect()
+    alone = weights.Circle(0, 1, "127.0.0.1", probe.getsockname()[1])
+weights._connect(alone)
 answer = {"beyond": beyond_loopback()}
 
 class Net(torch.nn.Linear):

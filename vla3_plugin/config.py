@@ -80,6 +80,7 @@ class AlgorithmConfig:
 class EvaluationConfig:
     episodes_per_task: int = 20
     mode: str = "ode"  # ode: noise-free policy | both: the noisy policy as well
+    overlap: bool | None = None  # training goes on meanwhile; null: where it can (config_cross.overlap_fault)
     videos: int = 2
 
 

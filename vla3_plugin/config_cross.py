@@ -67,7 +67,28 @@ def _stage_faults(config: Any, vla3: VLA3Config) -> list[str]:
                 f"actor_rollout_ref.actor.fsdp_config.{key}: true with vla3.stages.streaming.enabled: what is "
                 "offloaded between updates cannot take a micro-batch at any time; turn one of them off"
             )
+    if vla3.evaluation.overlap and (fault := overlap_fault(vla3)):
+        found.append(fault)
     return found
+
+
+def overlap_fault(vla3: VLA3Config) -> str | None:
+    """Why training cannot go on during an evaluation; None: it can."""
+    key = "vla3.evaluation.overlap: true"
+    if not vla3.stages.training.enabled:
+        return f"{key}, but on one clock nothing goes on meanwhile; set vla3.stages.training.enabled=true"
+    if vla3.stages.interaction.enabled and vla3.stages.interaction.batching != "run_to_completion":
+        return (
+            f"{key}, but chains of two versions cannot share a denoising step (vla3.stages.interaction.batching: "
+            f"{vla3.stages.interaction.batching!r}); use run_to_completion, or overlap: false"
+        )
+    if vla3.evaluation.mode != "ode":
+        return f"{key}, but the noisy policy is asked as training asks it (vla3.evaluation.mode: 'both'); use ode"
+    return None
+
+
+def evaluation_overlaps(vla3: VLA3Config) -> bool:
+    return vla3.evaluation.overlap is not False and overlap_fault(vla3) is None
 
 
 def _role_faults(config: Any, vla3: VLA3Config) -> list[str]:

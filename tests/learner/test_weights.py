@@ -1,13 +1,17 @@
 """The weight plane: what arrives is what was published, or nothing is served."""
 
+import asyncio
 import copy
+import json
+import socket
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vla3_plugin.learner.weights import WeightError, pack, unpack
+from vla3_plugin.learner.weights import GlooCheckpointEngine, WeightError, pack, topology, unpack
+from vla3_plugin.telemetry import traffic
 
 
 def named(**extra):
@@ -55,10 +59,93 @@ def test_a_partial_publication_is_refused():
         unpack(fewer, buffer, 1)
 
 
+def places(*nodes):
+    """What each process of these nodes would prepare."""
+
+    def free():
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return probe.getsockname()[1]
+
+    return [{"address": "127.0.0.1", "port": free(), "node": node} for node in nodes]
+
+
+@given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12), st.sampled_from("abcd"))
+def test_weights_cross_the_network_once_a_node_and_reach_every_receiver(nodes, home):
+    receivers = [{"address": "host", "port": i, "node": node} for i, node in enumerate(nodes)]
+    sources, relays = topology({"address": "host", "port": -1, "node": home}, receivers)
+    assert all(source is not None for source in sources)
+    assert sum(source.between_nodes for source in sources) == len(set(nodes) - {home})
+    circles = {circle.port: circle for circle in relays if circle is not None}
+    for port, circle in circles.items():
+        ranks = sorted(source.rank for source in sources if source.port == port)
+        assert ranks == list(range(1, circle.world_size)), "everybody that rank 0 waits for comes, and nobody else"
+        sender = home if port == -1 else receivers[port]["node"]
+        for receiver, source in zip(receivers, sources, strict=True):
+            if source.port == port:
+                assert (receiver["node"] != sender) == source.between_nodes
+    assert -1 in circles and circles[-1].rank == 0
+
+
+def test_a_relayed_publication_arrives_whole_on_two_nodes():
+    """Five policy workers on two nodes, over real connections: two beside the learner, three that share one stream."""
+    weights, metadata = named(), places("a", "a", "a", "b", "b", "b")
+    actor, rollout = GlooCheckpointEngine.build_topology(1, 5, metadata)
+    engines = [GlooCheckpointEngine(0, is_master=i == 0) for i in range(6)]
+    for engine, source, relay in zip(
+        engines, actor["source"] + rollout["source"], actor["relay"] + rollout["relay"], strict=True
+    ):
+        engine.init_process_group(source, relay)
+
+    async def receive(engine):
+        return {name: tensor async for name, tensor in engine.receive_weights(3)}
+
+    async def publish():
+        sent, *received = await asyncio.gather(
+            engines[0].send_weights(iter(weights.items()), 3), *(receive(engine) for engine in engines[1:])
+        )
+        return sent, received
+
+    traffic.drain("before")
+    sent, received = asyncio.run(asyncio.wait_for(publish(), 60))
+    for state in received:
+        assert state.keys() == weights.keys()
+        assert all(torch.equal(state[name], tensor) for name, tensor in weights.items())
+    (counted,) = traffic.drain("policies")
+    manifest, buffer = pack(iter(weights.items()), 3)
+    assert counted.args["between_nodes"] == buffer.numel() + len(json.dumps(manifest)), "once, not three times"
+    assert sent["weights/bytes"] == buffer.numel()
+
+
+def test_who_relays_damaged_weights_refuses_them_like_those_who_get_them_from_it(monkeypatch):
+    metadata = places("a", "b", "b")
+    actor, rollout = GlooCheckpointEngine.build_topology(1, 2, metadata)
+    engines = [GlooCheckpointEngine(0) for _ in range(3)]
+    for engine, source, relay in zip(
+        engines, actor["source"] + rollout["source"], actor["relay"] + rollout["relay"], strict=True
+    ):
+        engine.init_process_group(source, relay)
+
+    def damaged(weights, version):
+        manifest, buffer = pack(weights, version)
+        buffer[5] ^= 1
+        return manifest, buffer
+
+    monkeypatch.setattr("vla3_plugin.learner.weights.pack", damaged)
+
+    async def receive(engine):
+        return [pair async for pair in engine.receive_weights(3)]
+
+    async def publish():
+        calls = engines[0].send_weights(iter(named().items()), 3), *(receive(engine) for engine in engines[1:])
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    _, *answers = asyncio.run(asyncio.wait_for(publish(), 60))
+    assert [type(answer) for answer in answers] == [WeightError, WeightError]
+
+
 @pytest.mark.parametrize("change", ["missing", "unexpected", "shape"])
 def test_a_replica_keeps_its_version_when_the_parameters_do_not_fit(change):
-    import asyncio
-
     from vla3_plugin.policies.serve import ServedPolicy
     from vla3_plugin.rollout.inference_lane import DirectLane
     from vla3_plugin.rollout.policy_worker import PolicyServer

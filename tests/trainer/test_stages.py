@@ -6,6 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from vla3_plugin.telemetry.trace import read_trace
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 # the same mathematics with and without the stages: what a streamed batch cannot have is given up in both
@@ -96,7 +98,23 @@ def asynchronous(launch, line, tmp_path_factory):
         "trainer.save_freq=4", "vla3.keep_checkpoints=5", "vla3.stages.training.max_staleness=2",
         "actor_rollout_ref.rollout.n_gpus_per_node=2", "vla3.env.workers=2", "trainer.n_gpus_per_node=2",
         "vla3.algorithm.update_epoch=2", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=7",
+        "trainer.test_freq=3", "vla3.evaluation.episodes_per_task=24",
     )  # fmt: skip
+
+
+def test_training_goes_on_while_a_version_is_evaluated(asynchronous):
+    """Steps 3 and 6 are evaluated beside training, with weights that the policy workers keep; the first and the last
+    are waited for. What newer weights had a part in would not count."""
+    assert [e["step"] for e in asynchronous.evaluations] == [0, 3, 6, 8]
+    assert [e["n"] for e in asynchronous.evaluations] == [24] * 4
+    assert not any("of_other_versions" in e for e in asynchronous.evaluations)
+    told = [row["step"] for row in asynchronous.metrics if "val/step" in row]
+    assert told[-1] == 8 and told[0] > 3, "known later than the step that it is of"
+    spans = read_trace(asynchronous.directory / "trace.json")
+    evaluating = [span for span in spans if span.name == "evaluate"]
+    learning = [span for span in spans if span.name in ("micro_batch", "update")]
+    assert len(evaluating) >= 2
+    assert any(a.start < b.end and b.start < a.end for a in evaluating for b in learning)
 
 
 def test_no_trained_sample_is_older_than_the_bound_and_some_are_older_than_0(asynchronous):

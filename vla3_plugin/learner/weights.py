@@ -10,13 +10,15 @@ import socket
 import zlib
 from collections.abc import AsyncGenerator, Callable, Generator
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+
+from vla3_plugin.telemetry import traffic
 
 BACKEND = "vla3_gloo"
 _TIMEOUT = timedelta(minutes=30)  # the other side may be in the middle of an update
@@ -82,80 +84,116 @@ def _listen(address: str, port: int) -> int:
     return socket.create_server((address, port), family=family).detach()
 
 
+class Circle(NamedTuple):
+    """A broadcast that this process takes part in: rank 0 sends, and listens at ``address``."""
+
+    rank: int
+    world_size: int
+    address: str
+    port: int
+    between_nodes: bool = False  # what rank 0 sends to this rank leaves a node
+
+
+def topology(master: dict[str, Any], receivers: list[dict[str, Any]]) -> tuple[list[Circle | None], ...]:
+    """(where each receiver gets weights from, to whom it hands them on), and the master's own circle at the end.
+
+    The master sends to the receivers on its node and to one on every other node, which hands them on there: weights
+    cross the network once a node, however many policy workers it has.
+    """
+    nodes: dict[str, list[int]] = {}
+    for i, receiver in enumerate(receivers):
+        nodes.setdefault(receiver["node"], []).append(i)
+    first = nodes.pop(master["node"], []) + [members[0] for members in nodes.values()]
+    sources: list[Circle | None] = [None] * len(receivers)
+    relays: list[Circle | None] = [None] * (len(receivers) + 1)
+    relays[-1] = circle = Circle(0, 1 + len(first), master["address"], master["port"])
+    for rank, i in enumerate(first, 1):
+        sources[i] = circle._replace(rank=rank, between_nodes=receivers[i]["node"] != master["node"])
+    for head, *others in nodes.values():
+        if others:
+            relays[head] = circle = Circle(0, 1 + len(others), receivers[head]["address"], receivers[head]["port"])
+            for rank, i in enumerate(others, 1):
+                sources[i] = circle._replace(rank=rank)
+    return sources, relays
+
+
 @CheckpointEngineRegistry.register(BACKEND)
 class GlooCheckpointEngine(CheckpointEngine):
-    """Actor rank 0 broadcasts to every rollout worker; the other actor ranks only take part in the all-gathers."""
+    """Actor rank 0 sends, as ``topology`` says; the other actor ranks only take part in the all-gathers."""
 
     def __init__(self, bucket_size: int, is_master: bool = False, **_: Any) -> None:
         self.is_master = is_master
-        self.member: tuple[int, int, dict[str, Any]] | None = None
+        self.source: Circle | None = None
+        self.relay: Circle | None = None
 
     def prepare(self) -> dict[str, Any]:
-        if not self.is_master:
-            return {}
         address = ray.util.get_node_ip_address().strip("[]")
         with socket.socket() as probe:
             probe.bind((address, 0))
-            return {"address": address, "port": probe.getsockname()[1]}
+            port = probe.getsockname()[1]
+        return {"address": address, "port": port, "node": ray.get_runtime_context().get_node_id()}
 
     @classmethod
     def build_topology(cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict]):
-        world = 1 + rollout_world_size
+        sources, relays = topology(metadata[0], metadata[actor_wg_world_size:])
+        *relays, master = relays
+        idle = [None] * (actor_wg_world_size - 1)
+        return {"source": [None, *idle], "relay": [master, *idle]}, {"source": sources, "relay": relays}
 
-        def side(ranks: list[int]) -> dict[str, list[Any]]:
-            return {"rank": ranks, "world_size": [world] * len(ranks), "meta": [metadata[0]] * len(ranks)}
-
-        return side([0] + [-1] * (actor_wg_world_size - 1)), side(list(range(1, world)))
-
-    def init_process_group(self, rank: int, world_size: int, meta: dict[str, Any]) -> None:
+    def init_process_group(self, source: Circle | None, relay: Circle | None) -> None:
         """Only noted: connecting waits for the other side, and this process answers requests meanwhile."""
-        self.member = (rank, world_size, meta) if rank >= 0 else None
-
-    def _connect(self) -> Callable[[Tensor], Tensor]:
-        """The broadcast of this publication. Its connection is its own: one that hangs on a dead peer must not meet the
-        next one.
-        """
-        assert self.member is not None
-        rank, world_size, meta = self.member
-        listen: dict[str, Any] = {"master_listen_fd": _listen(meta["address"], meta["port"])} if rank == 0 else {}
-        store = dist.TCPStore(meta["address"], meta["port"], world_size, rank == 0, timeout=_TIMEOUT, **listen)
-        group: Any = dist.ProcessGroupGloo(store, rank, world_size, _TIMEOUT)
-
-        def broadcast(tensor: Tensor) -> Tensor:
-            options = dist.BroadcastOptions()
-            options.rootRank, options.rootTensor = 0, 0
-            group.broadcast([tensor], options).wait()
-            return tensor
-
-        return broadcast
+        self.source, self.relay = source, relay
 
     def finalize(self) -> None:
-        self.member = None
+        self.source = self.relay = None
 
     # Packing reads the weights and must be done before the next call of this process changes them. Sending and
     # receiving only wait for the network, on a thread, so that gradients and inference go on.
 
     async def send_weights(self, weights, global_steps: int | None = None) -> dict[str, float]:
         manifest, buffer = pack(weights, -1 if global_steps is None else global_steps)
-        if self.member is None:
+        if self.relay is None:
             return {}
-        await asyncio.to_thread(self._send, manifest, buffer)
+        header = torch.frombuffer(bytearray(json.dumps(manifest).encode()), dtype=torch.uint8)
+        await asyncio.to_thread(_send, self.relay, header, buffer)
         return {"weights/bytes": float(buffer.numel()), "weights/tensors": float(manifest["count"])}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, Tensor], None]:
-        for name, tensor in await asyncio.to_thread(self._receive, global_steps):
+        assert self.source is not None
+        for name, tensor in await asyncio.to_thread(_receive, self.source, self.relay, global_steps):
             yield name, tensor
 
-    def _send(self, manifest: dict[str, Any], buffer: Tensor) -> None:
-        broadcast = self._connect()
-        header = torch.frombuffer(bytearray(json.dumps(manifest).encode()), dtype=torch.uint8)
-        broadcast(torch.tensor([header.numel(), buffer.numel()]))
-        broadcast(header)
-        broadcast(buffer)
 
-    def _receive(self, version: int | None) -> list[tuple[str, Tensor]]:
-        broadcast = self._connect()
-        sizes = broadcast(torch.zeros(2, dtype=torch.int64)).tolist()
-        header = broadcast(torch.empty(sizes[0], dtype=torch.uint8))
-        buffer = broadcast(torch.empty(sizes[1], dtype=torch.uint8))
-        return unpack(json.loads(header.numpy().tobytes()), buffer, version)
+def _connect(circle: Circle) -> Callable[[Tensor], Tensor]:
+    """The broadcast of this publication. Its connection is its own: one that hangs on a dead peer must not meet the
+    next one.
+    """
+    at = (circle.address, circle.port)
+    listen: dict[str, Any] = {"master_listen_fd": _listen(*at)} if circle.rank == 0 else {}
+    store = dist.TCPStore(*at, circle.world_size, circle.rank == 0, timeout=_TIMEOUT, **listen)
+    group: Any = dist.ProcessGroupGloo(store, circle.rank, circle.world_size, _TIMEOUT)
+
+    def broadcast(tensor: Tensor) -> Tensor:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        group.broadcast([tensor], options).wait()
+        return tensor
+
+    return broadcast
+
+
+def _send(circle: Circle, header: Tensor, buffer: Tensor) -> None:
+    broadcast = _connect(circle)
+    for part in (torch.tensor([header.numel(), buffer.numel()]), header, buffer):
+        broadcast(part)
+
+
+def _receive(source: Circle, relay: Circle | None, version: int | None) -> list[tuple[str, Tensor]]:
+    broadcast = _connect(source)
+    sizes = broadcast(torch.zeros(2, dtype=torch.int64)).tolist()
+    header, buffer = (broadcast(torch.empty(size, dtype=torch.uint8)) for size in sizes)
+    if source.between_nodes:
+        traffic.count("between_nodes", [header, buffer])
+    if relay is not None:  # as it came: each receiver verifies for itself, and none waits in vain
+        _send(relay, header, buffer)
+    return unpack(json.loads(header.numpy().tobytes()), buffer, version)

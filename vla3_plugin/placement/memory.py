@@ -82,6 +82,7 @@ def estimate(
     actor_workers: int = 1,
     policy_workers: int = 1,
     reference: bool = False,
+    evaluation_copy: bool = False,
     micro_batch: int = 1,
     policy_batch: int = 1,
     towers: Sequence[Tower] = (),
@@ -102,6 +103,7 @@ def estimate(
         dtype: of forward and backward; master weights, gradients and AdamW states are float32 as verl's FSDP has them.
         actor_workers, policy_workers: learner ranks (weights sharded between them) and inference replicas (each whole).
         reference: a frozen copy of the policy in each learner rank's shard.
+        evaluation_copy: each inference replica keeps the version that is being evaluated as well.
         micro_batch, policy_batch: samples of one backward on one rank, and of one inference batch.
         towers: transformer stacks of the policy; none means that activations are not counted, and the part says so.
         env_workers, env_processes, slots_per_process: as in ``vla3.env``.
@@ -134,6 +136,9 @@ def estimate(
         ("policy weights", size * parameters * policy_workers, tensors, f"{policy_workers} x {whole} x {size} B"),
         ("policy receive buffer", size * parameters * policy_workers, tensors, "a version arrives while one serves"),
     ]
+    if evaluation_copy:
+        how = "the version that is evaluated while newer ones serve"
+        rows.append(("policy evaluation copy", size * parameters * policy_workers, tensors, how))
     if actor_workers > 1 or size < 4:
         how = f"{whole} x {size} B at most, on each of {actor_workers} rank(s)"
         rows.append(("actor gathered layers", size * parameters * actor_workers, tensors, how))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,14 @@ class ServedPolicy:
 
     def __init__(self, policy: VLAPolicy, device: Any = "cpu", version: int = -1, name: str = "policy") -> None:
         self.policy, self.device, self.version, self.name = policy.eval().to(device), device, version, name
+        self.pinned: ServedPolicy | None = None
+
+    def pin(self) -> None:
+        """From now on ``act`` answers ``eval`` requests with a copy of the present weights, whatever is swapped in."""
+        self.pinned = ServedPolicy(copy.deepcopy(self.policy), self.device, self.version, self.name)
+
+    def unpin(self) -> None:
+        self.pinned = None
 
     def act(self, inputs: Arrays, noise_keys: Sequence[NoiseKey], mode: str) -> Arrays:
         """Arrays ``actions``, ``logprob``, ``value``, ``trace.*``, ``version``, a row a request.
@@ -31,6 +40,8 @@ class ServedPolicy:
         Raises:
             FloatingPointError: the network gave a number that is not finite; it never reaches a simulator.
         """
+        if mode == "eval" and self.pinned is not None:
+            return self.pinned.act(inputs, noise_keys, mode)
         with torch.inference_mode():
             chunk = self.policy.act(self._tensors(inputs), noise_keys, mode)  # type: ignore[arg-type]
         return self._arrays(chunk, noise_keys)

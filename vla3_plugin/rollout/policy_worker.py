@@ -111,6 +111,23 @@ class PolicyWorker(CheckpointEngineWorker):
         """Spans of this process and the batcher's figures since the last call."""
         return self.server.timeline.drain() + traffic.drain(self.server.timeline.role), self.server.lane.drain_stats()
 
+    async def pin(self, version: int) -> None:
+        """Answer evaluation with ``version``, the present one, until ``unpin``: see ``ServedPolicy.pin``.
+
+        Raises:
+            WeightError: another version is served.
+        """
+
+        def copy() -> None:
+            if self.server.served.version != version:
+                raise WeightError(f"version {version} is to be kept, {self.server.served.version} is served")
+            self.server.served.pin()
+
+        await self.server.lane.between_batches(copy)
+
+    async def unpin(self) -> None:
+        await self.server.lane.between_batches(self.server.served.unpin)
+
     async def weights_version(self) -> int:
         return self.server.served.version
 

@@ -7,7 +7,8 @@ them up once a step: ``traffic/data/env_to_policy`` and so on, in bytes.
 Hops of the data plane: ``simulator_to_env`` (shared memory), ``env_to_policy`` and ``policy_to_env`` (requests and
 answers), ``env_to_store`` (finished trajectories), ``store_to_learner``, ``store_to_driver`` and ``driver_to_store``
 (what advantages are computed from, and they: no image is among it), ``store_to_checkpoint`` (samples of groups in
-flight). Of the weight plane: ``learner_to_policy``, what all policy workers received together.
+flight). Of the weight plane: ``learner_to_policy``, what all policy workers received together, and ``between_nodes``,
+what of it left a node (counted where our own backend sends; nccl does not say).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ HOPS = {
         "driver_to_store",
         "store_to_checkpoint",
     ),
-    WEIGHTS: ("learner_to_policy",),
+    WEIGHTS: ("learner_to_policy", "between_nodes"),
 }
 _PLANE = {hop: plane for plane, hops in HOPS.items() for hop in hops}
 _lock = threading.Lock()

@@ -16,7 +16,8 @@ import numpy as np
 from vla3_plugin.telemetry.metrics import MetricsError, aggregate, histogram
 from vla3_plugin.telemetry.timeline import DROPPED_LANE, NO_WORK, WAIT, WAITS, Span, display_order, kind
 
-SIDE_LANES = frozenset({"weights", "publication"})  # idle by design; they do not count in how busy a role is
+# idle by design; they do not count in how busy a role is
+SIDE_LANES = frozenset({"weights", "publication", "evaluation"})
 MOST_LANES = 64  # more lanes than that are reported by role alone
 MOST_STALENESS = 16
 

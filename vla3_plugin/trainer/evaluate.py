@@ -1,14 +1,25 @@
 """Evaluation of the current version on assigned, held-out episodes, with Wilson intervals and videos."""
 
-from collections.abc import Sequence
-from typing import Any
+from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from vla3_plugin.config_cross import evaluation_overlaps
 from vla3_plugin.contract import EnvSpec, Episode
 from vla3_plugin.rollout.episodes import Mode
 from vla3_plugin.rollout.manager import InteractionManager
 from vla3_plugin.rollout.plan import evaluation_episodes
 from vla3_plugin.telemetry import clock
 from vla3_plugin.telemetry.metrics import Evaluation, SuccessTable
+
+if TYPE_CHECKING:
+    from vla3_plugin.trainer.trainer import VLA3Trainer
 
 
 def table_of(spec: EnvSpec, trajectories: Sequence[dict[str, Any]]) -> SuccessTable:
@@ -28,29 +39,91 @@ def filmed(episodes: Sequence[Episode], count: int) -> list[int]:
 def play(
     interaction: InteractionManager, episodes: Sequence[Episode], mode: Mode, step: int, film: Sequence[int] = ()
 ) -> Evaluation:
-    """One evaluation in ``mode``: ``eval`` is the noise-free (ode) policy, ``train`` the noisy (sde) one."""
+    """One evaluation in ``mode``: ``eval`` is the noise-free (ode) policy, ``train`` the noisy (sde) one.
+
+    An episode that weights of another step had a part in does not count (its policy worker was restarted meanwhile).
+    """
     started = clock.now()
     result = interaction.collect(episodes, mode, keep=False, film=frozenset(film))
     spec = interaction.env_spec
     name = {"eval": "ode", "train": "sde"}[mode]
-    evaluation = Evaluation(step, spec.name, name, table_of(spec, result["trajectories"]), started, clock.now())
-    if result["quarantined"]:
-        evaluation.extra["quarantined"] = result["quarantined"]
+    counted = [t for t in result["trajectories"] if set(t["versions"]) == {step}]
+    evaluation = Evaluation(step, spec.name, name, table_of(spec, counted), started, clock.now())
+    for why, count in (
+        ("quarantined", result["quarantined"]),
+        ("of_other_versions", len(result["trajectories"]) - len(counted)),
+    ):
+        if count:
+            evaluation.extra[why] = count
     return evaluation
 
 
-def run(trainer: Any) -> list[Evaluation]:
-    """The evaluations that ``vla3.evaluation`` asks for, of the version the policy workers hold now."""
+def run(trainer: VLA3Trainer, step: int, env_steps: int) -> list[Evaluation]:
+    """The evaluations that ``vla3.evaluation`` asks for, of the weights of ``step``, which the policy workers hold."""
     config = trainer.vla3.evaluation
     episodes = evaluation_episodes(trainer.tasks, trainer.eval_states, config.episodes_per_task, trainer.vla3.seed)
     modes: list[Mode] = ["eval", "train"] if config.mode == "both" else ["eval"]
     evaluations = []
     for mode in modes:
         ids = filmed(episodes, config.videos) if mode == "eval" else []
-        evaluation = play(trainer.interaction, episodes, mode, trainer.global_steps, ids)
-        evaluation.extra["env_steps"] = trainer.env_steps
+        evaluation = play(trainer.interaction, episodes, mode, step, ids)
+        evaluation.extra["env_steps"] = env_steps
         evaluations.append(evaluation)
     return evaluations
+
+
+class Evaluator:
+    """The trainer's evaluations. Before training and after the last step they are waited for. Between, where they may
+    overlap, one at a time runs on a thread of its own, with weights that the policy workers keep a copy of meanwhile.
+    """
+
+    def __init__(self, trainer: VLA3Trainer) -> None:
+        self.trainer = trainer
+        self.overlaps = evaluation_overlaps(trainer.vla3)
+        self._under_way: Future[list[Evaluation]] | None = None
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate the version that is served everywhere now; metrics of the evaluations that have ended."""
+        trainer, metrics = self.trainer, self.finished(wait=True)
+        between = trainer.trained_steps > trainer.first_step and trainer.global_steps < trainer.total_training_steps
+        if self.overlaps and between:
+            self._start(trainer.global_steps, trainer.env_steps)
+            return metrics
+        return metrics | self._told(run(trainer, trainer.global_steps, trainer.env_steps))
+
+    def finished(self, wait: bool) -> dict[str, float]:
+        """Metrics of the one under way, if it has ended; raises what went wrong with it."""
+        if self._under_way is None or not (wait or self._under_way.done()):
+            return {}
+        done, self._under_way = self._under_way, None
+        return self._told(done.result())
+
+    def _told(self, evaluations: list[Evaluation]) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for evaluation in evaluations:
+            self.trainer.record.evaluation(evaluation)
+            metrics |= metrics_of(evaluation) | {"val/step": float(evaluation.step)}
+        return metrics
+
+    def _start(self, step: int, env_steps: int) -> None:
+        self._ask_all("pin", step)
+        done = self._under_way = Future()
+        threading.Thread(target=self._run, args=(done, step, env_steps), name="evaluation", daemon=True).start()
+
+    def _run(self, done: Future[list[Evaluation]], step: int, env_steps: int) -> None:
+        try:
+            with self.trainer.timeline.span("evaluation", "evaluate", version=step):
+                found = run(self.trainer, step, env_steps)
+            self._ask_all("unpin")
+            done.set_result(found)
+        except BaseException as error:
+            done.set_exception(error)
+
+    def _ask_all(self, what: str, *args: Any) -> None:
+        """A policy worker that is being restarted keeps nothing, and what it answers then does not count."""
+        for call in [getattr(server, what).remote(*args) for server in self.trainer.get_llm_client()]:
+            with contextlib.suppress(ray.exceptions.RayActorError):
+                ray.get(call, timeout=self.trainer.vla3.deadline_s)
 
 
 def metrics_of(evaluation: Evaluation) -> dict[str, float]:

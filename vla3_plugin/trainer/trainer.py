@@ -6,6 +6,7 @@ workers' loops), streaming (``train_arriving`` in place of collect and update), 
 staleness bound, and weights are published in the background).
 """
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from vla3_plugin.telemetry.ledger import Ledger
 from vla3_plugin.telemetry.metrics import ENV_STEPS
 from vla3_plugin.telemetry.timeline import Timeline
 from vla3_plugin.telemetry.utilisation import staleness_metrics
-from vla3_plugin.trainer import checkpoint_groups, checkpoint_state, evaluate, streaming
+from vla3_plugin.trainer import checkpoint_groups, checkpoint_state, streaming
 from vla3_plugin.trainer.admission import Admission, Group
 from vla3_plugin.trainer.batch import (
     AdvantageScale,
@@ -48,6 +49,7 @@ from vla3_plugin.trainer.batch import (
     put,
     write_padding_rows,
 )
+from vla3_plugin.trainer.evaluate import Evaluator
 from vla3_plugin.trainer.feeder import Feeder
 from vla3_plugin.trainer.parity import check_parity
 from vla3_plugin.trainer.publisher import Publisher
@@ -72,12 +74,14 @@ class VLA3Trainer(PPOTrainer):
         self.scale = AdvantageScale(self.vla3.algorithm.advantage_statistics)
         self.stop = StopRequest(self.run_dir)
         self.ledger = Ledger(self.run_dir)
-        self.trained_steps = self.saved_step = 0  # the last one that was published, and that is in a checkpoint
+        # the one this process began with, the last one that was published, and that is in a checkpoint
+        self.first_step = self.trained_steps = self.saved_step = 0
         self.feeder: Feeder = None  # type: ignore[assignment]  # there is none before fit
         self.grid: resolve_ray.Grid | None = None  # where the config says which process runs where
         super().__init__(config)
         self.record = RunRecord(self.run_dir)
         self.env_steps = 0
+        self.evaluator = Evaluator(self)
         self.row: dict[str, Any] = {}  # metrics of the step that is being made
         self.checked_parity = False
 
@@ -159,13 +163,15 @@ class VLA3Trainer(PPOTrainer):
         self.record.start(resolved)
         self.faults = FaultLog(self.run_dir)
         agent_loop_manager.on_event, agent_loop_manager.stop = self.faults, self.stop
-        self.trained_steps = self.saved_step = self.global_steps
+        self.first_step = self.trained_steps = self.saved_step = self.global_steps
         supervisor, completed = self._supervisor(), False
         try:
             super().fit(agent_loop_manager)
             self.publisher.wait()
             completed = True
         except Stopped:
+            with contextlib.suppress(Stopped):
+                self.evaluator.finished(wait=False)
             self._stop()
         finally:
             supervisor.close()
@@ -376,15 +382,12 @@ class VLA3Trainer(PPOTrainer):
     # ---- evaluation, metrics, checkpoints ----
 
     def _validate(self) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        for evaluation in evaluate.run(self):
-            self.record.evaluation(evaluation)
-            metrics |= evaluate.metrics_of(evaluation)
-        return metrics
+        return self.evaluator.evaluate()
 
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
         metrics.update({f"timing_s/{name}": seconds for name, seconds in timing_raw.items()})
         metrics["training/global_step"] = global_steps
+        metrics.update(self.evaluator.finished(wait=False))
         metrics.update(self.swimlanes.drain())
         if self.grid is not None and self.grid.accelerated:
             budgets = self.vla3.placement

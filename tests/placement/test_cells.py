@@ -1,0 +1,48 @@
+"""Two cells, each a Ray node with a learner rank, a policy worker and simulators of its own, against one."""
+
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
+
+CELL = ["vla3.placement.mode=disaggregated", "+vla3.placement.ratio=\"rollout:actor = 1:1\"",
+        "vla3.placement.ratio_per_node=true", "actor_rollout_ref.actor.fsdp_config.fsdp_size=1", "vla3.env.workers=2",
+        "vla3.env.shards_per_worker=1", "trainer.total_training_steps=3", "trainer.save_freq=3",
+        "trainer.val_before_train=false"]  # fmt: skip
+
+
+@pytest.fixture
+def two_nodes():
+    """The address of a Ray cluster of two nodes on this machine, with two logical GPUs each."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "num_gpus": 2})
+    cluster.add_node(num_cpus=8, num_gpus=2)
+    yield cluster.address
+    cluster.shutdown()
+
+
+def parameters(run):
+    assert run.status == 0, run.output[-3000:]
+    return run.directory / "checkpoints" / "global_step_3" / "policy" / "model.safetensors"
+
+
+def test_two_cells_learn_what_one_learns_and_weights_cross_between_them_once(launch, line, two_nodes, tmp_path):
+    one = launch(tmp_path / "one", *line, *CELL, "vla3.placement.node_gpus=[2]")
+    two = launch(
+        tmp_path / "two", *line, *CELL, "vla3.placement.node_gpus=[2,2]", f"+ray_kwargs.ray_init.address={two_nodes}"
+    )
+    alone, together = (load_file(parameters(run)) for run in (one, two))
+    for name, tensor in alone.items():
+        torch.testing.assert_close(together[name], tensor, rtol=1e-4, atol=1e-5)
+    size = sum(tensor.nbytes for tensor in alone.values())
+    for row in two.metrics:
+        publications = row["traffic/weights/learner_to_policy"] / (2 * size)  # to two policy workers
+        assert publications in (1, 2), "the first step's window has the first publication too"
+        assert row["traffic/weights/between_nodes"] == pytest.approx(publications * size, rel=0.05)
+    assert all(row["traffic/weights/between_nodes"] == 0 for row in one.metrics)
+    placed = (two.directory / "placement.json").read_text()
+    assert os.path.exists(two.directory / "placement.json") and '"node": 1' in placed
