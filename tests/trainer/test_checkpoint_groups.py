@@ -215,6 +215,9 @@ def test_the_row_of_a_step_that_was_saved_and_not_yet_written_down_is_written_on
     RunRecord(empty).resumed(1, None, {"env/return/mean": 1})
     RunRecord(empty).resumed(1, None, None)
     assert [row["step"] for row in read_metrics(empty)] == [1]
+    elsewhere = tmp_path / "elsewhere"
+    RunRecord(elsewhere).resumed(4, None, {"env/return/mean": 4})
+    assert read_metrics(elsewhere) == [], "a checkpoint of another run directory leaves no gap here"
 
 
 def test_what_a_user_must_hear_of_stands_in_the_summary(tmp_path, capsys):

@@ -53,7 +53,8 @@ class RunRecord:
         ``metrics`` are the step's as far as they were known then: its row, if the run ended before that was written.
         """
         self.best = best
-        if metrics and all(row["step"] < step for row in read_metrics(self.run_dir)[-1:]):
+        known = read_metrics(self.run_dir)
+        if metrics and step - 1 == (known[-1]["step"] if known else 0):
             self.metrics.log(step, metrics)
         for evaluation in read_evaluations(self.run_dir):
             if evaluation.step <= step:  # what came later is of a future that the resume took back
