@@ -23,6 +23,9 @@ config = OmegaConf.create({"vla3": {"run_dir": str(root), "max_restarts": 2, "he
 supervise.supervise(config)
 with (root / "begun").open("a") as file:
     file.write(config.trainer.resume_mode + "\\n")
+if how == "starts":
+    time.sleep(60)
+(root / supervise.LISTENS_FILE).touch()
 if how == "fails":
     (root / "checkpoints" / "global_step_1").mkdir(parents=True, exist_ok=True)
     os.utime(root / "checkpoints" / "global_step_1", (0, 0))  # the clock has jumped
@@ -108,6 +111,15 @@ def test_interrupts_while_leftovers_are_ended_leave_none(start, tmp_path):
         process.send_signal(signal.SIGINT)
     assert process.wait(10) == 128 + signal.SIGINT
     assert "ended 1 processes" in process.stderr.read()
+
+
+def test_a_run_that_is_still_starting_has_nothing_to_save_and_ends_at_once(start, tmp_path):
+    process = start("starts")
+    while not lives(tmp_path):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=10) == 128 + signal.SIGTERM
+    assert not (tmp_path / "saved").exists()
 
 
 def test_a_run_that_fails_each_time_is_restarted_so_often_and_from_what_it_saved(start, tmp_path):

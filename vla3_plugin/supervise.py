@@ -23,6 +23,7 @@ from vla3_plugin.pulse import Pulse, PulseListener
 from vla3_plugin.telemetry import clock  # noqa: F401  one clock for every process that starts from here
 
 STOP_FILE = "stop"  # in the run directory: asks the trainer to end, with a checkpoint
+LISTENS_FILE = ".listens"  # there too: the run has begun and looks for the stop file
 LOCK_FILE = ".lock"  # there too: held by a run's supervisor and driver while one of them lives
 TAG, SWITCH = "VLA3_RUN_TAG", "VLA3_SUPERVISE"  # SWITCH=0: run in this process, for debuggers
 GRACE_S = 25.0  # from the first signal to the hard end
@@ -50,6 +51,7 @@ def supervise(config: DictConfig) -> None:
             with contextlib.suppress(OSError):
                 stream.flush()
         pulses = PulseListener(run_dir, config.vla3.heartbeat_s)
+        watch.listens.unlink(missing_ok=True)
         child = os.fork()
         if child == 0:
             watch.forget()
@@ -119,7 +121,7 @@ class _Watch:
     """
 
     def __init__(self, stop: Path) -> None:
-        self.stop = stop
+        self.stop, self.listens = stop, stop.with_name(LISTENS_FILE)
         self.signalled: int | None = None  # the first signal that this process got
         self.hard_at = self.kill_at = float("inf")
         self._before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -148,10 +150,14 @@ class _Watch:
     def _on_signal(self, number: int, _frame: Any) -> None:
         now = time.monotonic()
         if self.signalled is None:
-            self.signalled, self.hard_at = number, now + GRACE_S
+            begun = self.listens.exists()
+            self.signalled, self.hard_at = number, now + GRACE_S * begun
             with contextlib.suppress(OSError):
                 self.stop.touch()
-            _say(f"stopping at the next safe point; at once after {GRACE_S:g} s, or if asked again")
+            if begun:
+                _say(f"stopping at the next safe point; at once after {GRACE_S:g} s, or if asked again")
+            else:
+                _say("stopping at once: the run was still starting")
         else:
             self.hard_at = now
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from vla3_plugin.supervise import STOP_FILE
+from vla3_plugin.supervise import LISTENS_FILE, STOP_FILE
 
 _PERIOD_S = 0.25  # between two looks at the file
 
@@ -19,6 +19,10 @@ class StopRequest:
 
     def __init__(self, run_dir: Path) -> None:
         self._path, self._next, self._found = run_dir / STOP_FILE, 0.0, False
+
+    def listen(self) -> None:
+        """From now on somebody looks, and what was trained would be saved: there is reason to wait for the run."""
+        self._path.with_name(LISTENS_FILE).touch()
 
     def __call__(self) -> bool:
         now = time.monotonic()

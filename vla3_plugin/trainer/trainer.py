@@ -165,6 +165,7 @@ class VLA3Trainer(PPOTrainer):
         agent_loop_manager.on_event, agent_loop_manager.stop = self.faults, self.stop
         self.first_step = self.trained_steps = self.saved_step = self.global_steps
         supervisor, completed = self._supervisor(), False
+        self.stop.listen()
         try:
             super().fit(agent_loop_manager)
             self.publisher.wait()
