@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file
+from whole_runs import with_path
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -15,10 +16,11 @@ CELL = ["vla3.placement.mode=disaggregated", "+vla3.placement.ratio=\"rollout:ac
 
 
 @pytest.fixture
-def two_nodes():
+def two_nodes(third_party, monkeypatch):
     """The address of a Ray cluster of two nodes on this machine, with two logical GPUs each."""
     from ray.cluster_utils import Cluster
 
+    monkeypatch.setenv("PYTHONPATH", with_path(third_party))  # a joined cluster's workers inherit its own
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "num_gpus": 2})
     cluster.add_node(num_cpus=8, num_gpus=2)
     yield cluster.address
