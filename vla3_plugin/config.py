@@ -146,6 +146,7 @@ class VLA3Config:
     stages: StagesConfig = field(default_factory=StagesConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     keep_checkpoints: int = 2
+    publish: str = "trained"  # trained: what training changes, to who has the rest already | all: all each time
     deadline_s: float = 1800.0  # one answer of a policy worker, one micro-batch of the learner, one publication
     heartbeat_s: float = 60.0  # a worker that shows no sign of life for so long is killed and restarted
     worker_start_s: float = 300.0  # one that is being restarted has so long, simulators and all

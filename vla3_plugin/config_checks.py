@@ -105,6 +105,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.advantage_statistics": ("batch", "previous"),
     "algorithm.mini_batches": ("samples", "episodes"),
     "evaluation.mode": ("ode", "both"),
+    "publish": ("trained", "all"),
     "stages.interaction.batching": ("run_to_completion", "step_join"),
     "stages.training.correction": ("decoupled", "truncated", "none"),
     "stages.training.proximal": ("recompute", "interpolate"),

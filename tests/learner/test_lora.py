@@ -29,6 +29,38 @@ def test_only_adapters_and_the_value_head_train(engine):
     assert trained and all("lora_" in name or "value_head.modules_to_save" in name for name in trained)
 
 
+def test_of_a_policy_with_adapters_only_what_they_change_is_published_again(engine):
+    everything, again = dict(engine._merged_lora_per_tensor_param()), dict(engine.trained_tensors())
+    assert 0 < len(again) < len(everything)
+    assert all(torch.equal(tensor, everything[name]) for name, tensor in again.items())
+    plain = load_policy("pi0-nano-maniskill").state_dict()
+    changed = {name for name in everything if not torch.equal(everything[name], plain[name])}
+    assert changed <= again.keys()
+
+
+def test_of_a_frozen_backbone_nothing_is_published_again():
+    found = VLAFSDPEngine.__new__(VLAFSDPEngine)
+    found.module = load_policy("pi0-nano-maniskill", freeze_vlm=True)
+    again = dict(found.trained_tensors())
+    kept = found.module.state_dict()
+    train = {name for name, p in found.module.named_parameters() if p.requires_grad}
+    buffers = {name for name in kept if name not in dict(found.module.named_parameters(remove_duplicate=False))}
+    assert train <= again.keys() and again.keys() - train <= buffers and len(again) < len(kept)
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in again.items())
+
+
+def test_a_tensor_with_two_names_is_published_under_both():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+            self.two.weight = self.one.weight
+
+    found = VLAFSDPEngine.__new__(VLAFSDPEngine)
+    found.module = Tied()
+    assert dict(found.trained_tensors()).keys() == {"one.weight", "two.weight"}
+
+
 def test_merged_weights_are_the_policy_that_the_learner_evaluates(engine):
     """In float32, under the names that a policy without adapters has: log-probs on both sides then agree."""
     merged = dict(engine._merged_lora_per_tensor_param())

@@ -10,8 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vla3_plugin.learner.weights import GlooCheckpointEngine, WeightError, pack, topology, unpack
+from vla3_plugin.learner.weights import TRAINED_ONLY, GlooCheckpointEngine, WeightError, pack, topology, unpack
+from vla3_plugin.policies.serve import ServedPolicy
+from vla3_plugin.rollout.inference_lane import DirectLane
+from vla3_plugin.rollout.policy_worker import PolicyServer
 from vla3_plugin.telemetry import traffic
+from vla3_plugin.telemetry.timeline import Timeline
 
 
 def named(**extra):
@@ -144,16 +148,36 @@ def test_who_relays_damaged_weights_refuses_them_like_those_who_get_them_from_it
     assert [type(answer) for answer in answers] == [WeightError, WeightError]
 
 
+def served(version):
+    server = PolicyServer.__new__(PolicyServer)
+    server.served, server.timeline = ServedPolicy(torch.nn.Linear(2, 3), version=version), Timeline("policy0")
+    server.lane = DirectLane(server.served, server.timeline)
+    return server
+
+
+async def arriving(state):
+    for pair in state.items():
+        yield pair
+
+
+def test_what_trains_is_swapped_in_beside_what_does_not_and_refused_by_who_holds_nothing():
+    part = {"bias": torch.full((3,), 7.0), TRAINED_ONLY: torch.ones(1)}
+    server = served(version=7)
+    weight = server.served.policy.weight.clone()
+    asyncio.run(server.update_weights(arriving(part), global_steps=8))
+    assert server.served.version == 8 and torch.equal(server.served.policy.bias, part["bias"])
+    assert torch.equal(server.served.policy.weight, weight)
+    fresh = served(version=-1)
+    with pytest.raises(WeightError, match="holds nothing yet"):
+        asyncio.run(fresh.update_weights(arriving(part), global_steps=8))
+    with pytest.raises(WeightError, match="unexpected"):
+        asyncio.run(server.update_weights(arriving({**part, "bais": torch.zeros(3)}), global_steps=9))
+    assert fresh.served.version == -1 and server.served.version == 8
+
+
 @pytest.mark.parametrize("change", ["missing", "unexpected", "shape"])
 def test_a_replica_keeps_its_version_when_the_parameters_do_not_fit(change):
-    from vla3_plugin.policies.serve import ServedPolicy
-    from vla3_plugin.rollout.inference_lane import DirectLane
-    from vla3_plugin.rollout.policy_worker import PolicyServer
-    from vla3_plugin.telemetry.timeline import Timeline
-
-    server = PolicyServer.__new__(PolicyServer)
-    server.served, server.timeline = ServedPolicy(torch.nn.Linear(2, 3), version=7), Timeline("policy0")
-    server.lane = DirectLane(server.served, server.timeline)
+    server = served(version=7)
     state = {k: v + 1 for k, v in server.served.policy.state_dict().items()}
     if change == "missing":
         del state["bias"]
@@ -163,11 +187,7 @@ def test_a_replica_keeps_its_version_when_the_parameters_do_not_fit(change):
         state["weight"] = torch.zeros(3, 4)
     before = {k: v.clone() for k, v in server.served.policy.state_dict().items()}
 
-    async def arriving():
-        for pair in state.items():
-            yield pair
-
     with pytest.raises(WeightError, match="version 7 stays"):
-        asyncio.run(server.update_weights(arriving(), global_steps=8))
+        asyncio.run(server.update_weights(arriving(state), global_steps=8))
     assert server.served.version == 7
     assert all(torch.equal(v, before[k]) for k, v in server.served.policy.state_dict().items())

@@ -12,10 +12,13 @@ from vla3_plugin.trainer.publisher import Publisher
 
 class Learner:
     def __init__(self):
-        self.snapshots = []
+        self.snapshots, self.whole = [], 0
 
     def snapshot(self, version):
         self.snapshots.append(version)
+
+    def publish_all(self):
+        self.whole += 1
 
 
 class WeightPlane:
@@ -81,7 +84,7 @@ def eventually(condition):
 
 
 def test_a_version_that_a_dying_worker_did_not_take_is_sent_again_once_it_is_back():
-    plane, _, served, found = publisher(background=False)
+    plane, learner, served, found = publisher(background=False)
     plane.gate.set()
     plane.error = ConnectionError("receiver closed the connection")
 
@@ -93,6 +96,9 @@ def test_a_version_that_a_dying_worker_did_not_take_is_sent_again_once_it_is_bac
     found.recovered_since = recovered
     found.publish(1)
     assert plane.sent == served == [1]
+    assert learner.whole == 1, "it has lost what does not train as well"
+    found.publish(2)
+    assert learner.whole == 1
 
 
 def test_a_publication_that_fails_although_no_worker_died_is_not_repeated():
@@ -112,6 +118,16 @@ def test_a_restarted_worker_gets_the_current_version_from_the_snapshot():
     found.republish()
     assert eventually(lambda: served == [4, 4])
     assert learner.snapshots == [4], "the copy is still there"
+    assert learner.whole == 1, "it holds nothing yet"
+
+
+def test_all_weights_are_sent_each_time_where_that_is_asked_for():
+    plane, learner = WeightPlane(), Learner()
+    plane.gate.set()
+    found = Publisher(plane, learner, print, print, False, False, Timeline("d"), 10.0, trained_only=False)
+    found.publish(1)
+    found.publish(2)
+    assert plane.sent == [1, 2] and learner.whole == 2
 
 
 def test_without_a_snapshot_nothing_is_sent_in_the_middle_of_a_step():

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from verl.single_controller.base.decorator import Dispatch, Execute, make_nd_com
 from verl.utils import tensordict_utils as tu
 
 from vla3_plugin.learner import fields
+from vla3_plugin.learner.weights import TRAINED_ONLY
 from vla3_plugin.rollout import store
 from vla3_plugin.telemetry import clock, traffic
 from vla3_plugin.telemetry.timeline import Timeline
@@ -35,7 +37,9 @@ class ActorWorker(DetachActorWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.timeline = Timeline(f"actor{self.rank}")
-        self._snapshot: tuple[int, list[tuple[str, torch.Tensor]]] | None = None
+        self._snapshot: tuple[int, dict[str, torch.Tensor]] | None = None
+        self._trained: set[str] = set()  # names of what the newest snapshot copied anew
+        self._all_next = True
         self._idle_since = 0.0
         self._expected = 0
         self._turn = asyncio.Condition()
@@ -125,22 +129,41 @@ class ActorWorker(DetachActorWorker):
         The copy stays until the next one: a policy worker that is restarted needs the same version again.
         """
         with self.timeline.span(GRADIENT, "snapshot", version=version):
-            weights, _ = self.actor.engine.get_per_tensor_param()
+            engine: Any = self.actor.engine
+            before = self._snapshot[1] if self._snapshot is not None else None
+            # what does not train is copied once
+            weights = engine.get_per_tensor_param()[0] if before is None else engine.trained_tensors()
             sends = getattr(self.checkpoint_engine, "is_master", True)
             # every rank drains the generator: it runs the all-gathers
-            copies = [(name, tensor.detach().clone()) for name, tensor in weights if sends]
-            self._snapshot = (version, copies)
+            copies = {name: tensor.detach().clone() for name, tensor in weights if sends}
+            self._trained = set(copies)
+            self._snapshot = (version, (before or {}) | copies)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def publish_all(self) -> None:
+        """The next publication has all weights: somebody who receives it may hold none."""
+        self._all_next = True
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> dict[str, Any]:
+        """Send all weights the first time and after ``publish_all``, otherwise those that training changes."""
         start = clock.now()
+        everything, self._all_next = self._all_next, False
+        weights: Iterable[tuple[str, torch.Tensor]]
         try:
-            if self._snapshot is None:
+            if self._snapshot is not None:
+                version, kept = self._snapshot
+                if version != global_steps:
+                    raise RuntimeError(f"version {global_steps} was to be sent, the snapshot is of version {version}")
+                weights = ((name, t) for name, t in kept.items() if everything or name in self._trained)
+            elif everything:
                 return await super().update_weights(global_steps=global_steps, mode=mode)
-            version, weights = self._snapshot
-            if version != global_steps:
-                raise RuntimeError(f"version {global_steps} was to be sent, the snapshot is of version {version}")
-            return await self.checkpoint_engine.send_weights(iter(weights), global_steps=version) or {}
+            else:
+                engine: Any = self.actor.engine
+                weights = engine.trained_tensors()
+            if not everything:
+                weights = chain(weights, [(TRAINED_ONLY, torch.ones(1))])
+            return await self.checkpoint_engine.send_weights(weights, global_steps=global_steps) or {}
         finally:
             self.timeline.add(PUBLICATION, "send", start, clock.now(), version=global_steps)
 

@@ -174,7 +174,18 @@ class VLAFSDPEngine(FSDPEngine):
         reported = {f"learner_{name}": value for name, value in detach_tree(output).items()}
         return loss, {"model_output": reported, "loss": loss.detach().item(), "metrics": metrics}
 
-    def _merged_lora_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
+    def trained_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Of what ``get_per_tensor_param`` gives, the part that training changes: parameters that train, layers with
+        adapters, buffers. Nothing else is gathered. Every rank must drain it.
+        """
+        if hasattr(self.module, "peft_config"):
+            yield from self._merged_lora_per_tensor_param(trained_only=True)
+            return
+        for name, tensor in self.module.state_dict(keep_vars=True).items():  # by tensor: two names may share one
+            if tensor.requires_grad or not isinstance(tensor, nn.Parameter):
+                yield name, _full(tensor)
+
+    def _merged_lora_per_tensor_param(self, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Base plus adapters under the names of the policy without adapters, full tensors in the parameters' own dtype.
 
         verl's own rounds them to bfloat16, and rollout and learner would then disagree about log-probs in float32.
@@ -185,16 +196,18 @@ class VLAFSDPEngine(FSDPEngine):
         prefix = "base_model.model."
         layers = {n.removeprefix(prefix): m for n, m in self.module.named_modules() if isinstance(m, LoraLayer)}
         with torch.no_grad():
-            for name, tensor in self.module.state_dict().items():
+            for name, tensor in self.module.state_dict(keep_vars=True).items():
                 plain = name.removeprefix(prefix)
                 if ".lora_" in plain or ".original_module." in plain:
                     continue
+                owner, based, leaf = plain.partition(".base_layer.")
+                adapted = bool(based) and leaf == "weight"
+                if trained_only and not adapted and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+                    continue
                 full = _full(tensor)
-                if ".base_layer." in plain:
-                    owner, leaf = plain.split(".base_layer.")
-                    if leaf == "weight":
-                        full = full + _lora_delta(layers[owner])
-                    plain = f"{owner}.{leaf}"
+                if adapted:
+                    full = full + _lora_delta(layers[owner])
+                plain = f"{owner}.{leaf}" if based else plain
                 yield plain.replace(".modules_to_save.default.", "."), full
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:

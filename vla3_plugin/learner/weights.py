@@ -21,6 +21,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from vla3_plugin.telemetry import traffic
 
 BACKEND = "vla3_gloo"
+TRAINED_ONLY = "vla3.trained_only"  # a publication with this entry leaves out what training does not change
 _TIMEOUT = timedelta(minutes=30)  # the other side may be in the middle of an update
 
 

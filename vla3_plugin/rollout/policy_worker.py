@@ -19,7 +19,7 @@ from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from vla3_plugin.learner import weights as _weights  # noqa: F401  registers the CPU weight plane in this process
-from vla3_plugin.learner.weights import WeightError
+from vla3_plugin.learner.weights import TRAINED_ONLY, WeightError
 from vla3_plugin.policies.base import NoiseKey
 from vla3_plugin.policies.serve import ServedPolicy
 from vla3_plugin.rollout.batcher import BatcherStats
@@ -59,18 +59,22 @@ class PolicyServer(BaseRollout):
         """The replica keeps its memory: nothing to release."""
 
     async def update_weights(self, weights: Any, global_steps: int | None = None, **_: Any) -> None:
-        """Receive a whole publication, then swap it in.
+        """Receive a publication, then swap it in as a whole.
 
         Raises:
-            WeightError: names or shapes differ from the policy's; the old version stays in place.
+            WeightError: names or shapes differ from the policy's, or it has only what trains and this replica holds
+                nothing yet; the old version stays in place.
         """
         with self.timeline.span("weights", "receive", version=global_steps):
             state = {name: tensor async for name, tensor in ensure_async_iterator(weights)}
         traffic.count("learner_to_policy", state)
         expected = self.served.policy.state_dict()
+        partial = state.pop(TRAINED_ONLY, None) is not None
+        if partial and self.served.version < 0:
+            raise WeightError(f"version {global_steps} has only what trains, and this replica holds nothing yet")
         missing, unexpected = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
         shapes = [n for n in state if n in expected and state[n].shape != expected[n].shape]
-        if missing or unexpected or shapes:
+        if (missing and not partial) or unexpected or shapes:
             raise WeightError(
                 f"version {global_steps} does not fit this replica's policy: missing {missing[:5]}, unexpected "
                 f"{unexpected[:5]}, other shapes {shapes[:5]}; version {self.served.version} stays in place"
@@ -78,7 +82,7 @@ class PolicyServer(BaseRollout):
 
         def swap() -> None:
             with self.timeline.span("weights", "swap", version=global_steps):
-                self.served.policy.load_state_dict(state)
+                self.served.policy.load_state_dict(state, strict=not partial)
                 self.served.version = -1 if global_steps is None else global_steps
 
         await self.lane.between_batches(swap)

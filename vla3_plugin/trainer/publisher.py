@@ -18,7 +18,8 @@ _ATTEMPTS = 3
 
 class Publisher:
     """``background``: a version is sent while training goes on; at most one is under way. ``snapshots``: the learner
-    copies its weights first, because it moves on before they are sent, or in the middle of a step.
+    copies its weights first, because it moves on before they are sent, or in the middle of a step. ``trained_only``:
+    what training does not change is sent once, and again after a receiver was restarted.
 
     ``published`` is called with each version that every policy worker serves; ``failed`` with what went wrong in the
     background, since nobody may be waiting for it.
@@ -34,9 +35,10 @@ class Publisher:
         snapshots: bool,
         timeline: Timeline,
         deadline_s: float,
+        trained_only: bool = True,
     ) -> None:
         self.weight_plane, self.learner, self.timeline = weight_plane, learner, timeline
-        self.published, self.failed = published, failed
+        self.published, self.failed, self.trained_only = published, failed, trained_only
         self.background, self.snapshots, self.deadline_s = background, snapshots or background, deadline_s
         # the supervisor's: see there
         self.recovered_since: Callable[[float, float], bool] = lambda start, asked: False
@@ -77,7 +79,7 @@ class Publisher:
             try:
                 with self._lane:
                     if self._served == self._version >= 0 and (self.snapshots or not self.moved):
-                        self._send(self._version)
+                        self._send(self._version, anew=True)
             except BaseException as error:
                 self.failed(error)
             finally:
@@ -92,22 +94,26 @@ class Publisher:
             done.set_exception(error)
             self.failed(error)
 
-    def _send(self, version: int) -> dict[str, float]:
+    def _send(self, version: int, anew: bool = False) -> dict[str, float]:
+        """``anew``: somebody holds nothing yet."""
         with self._lane:
             start = clock.now()
-            metrics = self._until_received(version)
+            metrics = self._until_received(version, anew or not self.trained_only)
             end = clock.now()
             self.timeline.add("publication", "publish", start, end, version=version)
             self._served = version
         self.published(version)
         return metrics | {"timing_s/publish": end - start}
 
-    def _until_received(self, version: int) -> dict[str, float]:
+    def _until_received(self, version: int, everything: bool) -> dict[str, float]:
         """Send ``version``; anew when a receiver died meanwhile or could not verify it (it keeps the version it has).
 
         An attempt that hangs on a dead receiver is left behind.
         """
         for last in [False] * (_ATTEMPTS - 1) + [True]:
+            if everything:
+                self.learner.publish_all()
+            everything = True  # whoever died has lost all of it
             start, attempt = time.monotonic(), Future[dict[str, float]]()
             _start("send", _resolve, attempt, lambda: dict(self.weight_plane.update_weights(version) or {}))
             while True:

@@ -128,6 +128,7 @@ class VLA3Trainer(PPOTrainer):
             self.vla3.stages.streaming.enabled,
             self.timeline,
             self.vla3.deadline_s,
+            self.vla3.publish == "trained",
         )
 
     def get_llm_client(self) -> list[Any]:
