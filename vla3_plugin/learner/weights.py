@@ -194,7 +194,7 @@ def _receive(source: Circle, relay: Circle | None, version: int | None) -> list[
     sizes = broadcast(torch.zeros(2, dtype=torch.int64)).tolist()
     header, buffer = (broadcast(torch.empty(size, dtype=torch.uint8)) for size in sizes)
     if source.between_nodes:
-        traffic.count("between_nodes", [header, buffer])
+        traffic.count("between_nodes", [buffer])
     if relay is not None:  # as it came: each receiver verifies for itself, and none waits in vain
         _send(relay, header, buffer)
     return unpack(json.loads(header.numpy().tobytes()), buffer, version)
