@@ -21,6 +21,8 @@ from vla3_plugin.profile import joins_a_cluster
 from vla3_plugin.resources import recipe_names
 from vla3_plugin.telemetry import clock
 
+TENSORBOARD = "TENSORBOARD_DIR"  # where verl's logger writes; without it, where the process happens to run
+
 
 def _fail(lines: list[str]) -> None:
     print("vla3-plugin: this run cannot start:\n  " + "\n  ".join(lines), file=sys.stderr)
@@ -148,14 +150,16 @@ def _derive(config: DictConfig, vla3: VLA3Config) -> None:
             ray_init.include_dashboard = False
             ray_init.address = "local"  # or Ray would join whatever cluster it finds on this machine
     OmegaConf.resolve(config)  # the resolvers of profile.py exist in this process alone
-    os.environ.setdefault("TENSORBOARD_DIR", os.path.join(config.vla3.run_dir, "tensorboard"))
+    os.environ.setdefault(TENSORBOARD, os.path.join(config.vla3.run_dir, "tensorboard"))
 
 
 def prepare_cluster(config: DictConfig) -> None:
     """What a Ray of our own needs to know before it starts, and the workers of one that is joined from this process."""
     ray_init = config.ray_kwargs.ray_init
     if joins_a_cluster(ray_init.get("address")):  # they do not inherit this environment
-        OmegaConf.update(ray_init, f"runtime_env.env_vars.{clock.ANCHOR}", os.environ[clock.ANCHOR], force_add=True)
+        for name in (clock.ANCHOR, TENSORBOARD):
+            if name in os.environ:
+                OmegaConf.update(ray_init, f"runtime_env.env_vars.{name}", os.environ[name], force_add=True)
         return
     os.environ.setdefault("RAY_worker_niceness", "0")  # ray's 15 lets any other job starve the trainer
     # ray's record of every task, for a dashboard that is off: each request is a task, and it grew by 0.25 MB a second

@@ -50,5 +50,6 @@ def test_two_cells_learn_what_one_learns_and_weights_cross_between_them_once(lau
         assert publications in (1, 2), "the first step's window has the first publication too"
         assert row["traffic/weights/between_nodes"] == pytest.approx(publications * size, rel=0.05)
     assert all(row["traffic/weights/between_nodes"] == 0 for row in one.metrics)
+    assert list((two.directory / "tensorboard").iterdir()), "a joined cluster's workers inherit no environment of ours"
     placed = (two.directory / "placement.json").read_text()
     assert os.path.exists(two.directory / "placement.json") and '"node": 1' in placed

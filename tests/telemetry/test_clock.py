@@ -34,7 +34,7 @@ def test_the_clock_is_the_wall_clock_as_long_as_nobody_sets_it():
     assert abs(clock.now() - time.time()) < 5
 
 
-def test_workers_of_a_cluster_that_is_joined_are_given_the_clock():
+def test_workers_of_a_cluster_that_is_joined_are_given_the_clock(monkeypatch):
     """They are Ray's children, not this process's, and counted from the clock as it stood when each started."""
     from omegaconf import OmegaConf
 
@@ -42,6 +42,8 @@ def test_workers_of_a_cluster_that_is_joined_are_given_the_clock():
 
     config = OmegaConf.create({"ray_kwargs": {"ray_init": {"address": "10.0.0.1:6379", "num_cpus": None}}})
     OmegaConf.set_struct(config, True)
+    monkeypatch.setenv("TENSORBOARD_DIR", "/runs/one/tensorboard")
     prepare_cluster(config)
     given = config.ray_kwargs.ray_init.runtime_env.env_vars
+    assert given["TENSORBOARD_DIR"] == "/runs/one/tensorboard", "or it would be written where the worker runs"
     assert child(SET_BACK + CODE, **given) == pytest.approx(clock.now(), abs=60), "set back by 5000 s"

@@ -12,6 +12,7 @@ import ray
 
 from vla3_plugin.config_cross import evaluation_overlaps
 from vla3_plugin.contract import EnvSpec, Episode
+from vla3_plugin.learner.weights import WeightError
 from vla3_plugin.rollout.episodes import Mode
 from vla3_plugin.rollout.manager import InteractionManager
 from vla3_plugin.rollout.plan import evaluation_episodes
@@ -120,9 +121,10 @@ class Evaluator:
             done.set_exception(error)
 
     def _ask_all(self, what: str, *args: Any) -> None:
-        """A policy worker that is being restarted keeps nothing, and what it answers then does not count."""
+        """A policy worker that is being restarted, or has just been and holds nothing yet, keeps nothing: what it
+        answers with a later version does not count."""
         for call in [getattr(server, what).remote(*args) for server in self.trainer.get_llm_client()]:
-            with contextlib.suppress(ray.exceptions.RayActorError):
+            with contextlib.suppress(ray.exceptions.RayActorError, WeightError):
                 ray.get(call, timeout=self.trainer.vla3.deadline_s)
 
 
