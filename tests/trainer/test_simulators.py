@@ -55,6 +55,21 @@ def test_images_cross_each_boundary_once_and_never_pass_through_the_driver(manis
     assert row["traffic/weights/learner_to_policy"] / policy.stat().st_size == pytest.approx(2, rel=0.1)
 
 
+@needs("mani_skill")
+@pytest.mark.long
+def test_adapters_train_and_only_the_layers_that_they_change_are_published_again(launch, tmp_path):
+    run = launch(
+        tmp_path / "run", "data.train_batch_size=8", "vla3.env.envs_per_shard=2", "trainer.total_training_steps=2",
+        "trainer.val_before_train=false", "trainer.save_freq=2", "trainer.test_freq=-1",
+        "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.exclude_modules='.*vision.*'",
+    )  # fmt: skip
+    assert run.status == 0, run.output[-3000:]
+    assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in run.metrics), "of what was published in part as well"
+    size = (run.directory / "checkpoints" / "global_step_2" / "policy" / "model.safetensors").stat().st_size
+    first, second = (row["traffic/weights/learner_to_policy"] for row in run.metrics)
+    assert second < 0.9 * size < first, "in the first step's window everything, and then what is adapted"
+
+
 @needs("libero")
 def test_libero_recipe_trains_a_step_in_the_simulator(launch, tmp_path):
     """Episodes are cut to three chunks, so every return is 0: no group has a spread, and the step must say so."""
