@@ -1,6 +1,7 @@
 """verl's own validation asserts language-model settings; a vla3 config is validated by its own schema instead."""
 
 import functools
+from pathlib import Path
 
 TARGET = "verl.utils.config"
 VERSIONS = ">=0.9,<0.10"
@@ -16,10 +17,13 @@ def apply(module):
         if "vla3" not in config:
             return original(config=config, use_reference_policy=use_reference_policy, use_critic=use_critic)
         from vla3_plugin.launch import before_start, prepare_cluster
+        from vla3_plugin.placement.auto import keep
         from vla3_plugin.supervise import supervise
 
-        before_start(config)
+        choice = before_start(config)
         supervise(config)
+        if choice is not None:
+            keep(Path(config.vla3.run_dir), choice)
         prepare_cluster(config)  # in the process that starts it
 
     module.validate_config = validate_config

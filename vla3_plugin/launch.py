@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -20,6 +20,9 @@ from vla3_plugin.config import ConfigError, VLA3Config, parse, unknown_key
 from vla3_plugin.profile import joins_a_cluster
 from vla3_plugin.resources import recipe_names
 from vla3_plugin.telemetry import clock
+
+if TYPE_CHECKING:
+    from vla3_plugin.placement.auto import Choice
 
 TENSORBOARD = "TENSORBOARD_DIR"  # where verl's logger writes; without it, where the process happens to run
 
@@ -67,10 +70,11 @@ def _validate_before_asking(main_ppo: Any) -> None:
         setattr(main_ppo, name, question)
 
 
-def before_start(config: DictConfig) -> None:
+def before_start(config: DictConfig) -> "Choice | None":
     """Called by both entries between composing and starting; leaves on the first set of faults, with all of them.
 
-    First each value by itself, then what must agree, then what the machine has.
+    First each value by itself, then what must agree, then what the machine has. What the planner chose, if it was
+    asked, is for ``auto.keep`` once the run directory is locked.
     """
     from vla3_plugin import config_cross, config_verl
 
@@ -105,8 +109,7 @@ def before_start(config: DictConfig) -> None:
     if placement is not None:
         summary["placement"] = resolve.summary(placement) | (choice.summary() if choice is not None else {})
     announce(summary, Path(config.vla3.run_dir))
-    if choice is not None:
-        auto.keep(Path(config.vla3.run_dir), choice)
+    return choice
 
 
 def _exposed_secrets(config: DictConfig) -> list[str]:

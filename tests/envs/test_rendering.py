@@ -186,7 +186,6 @@ def test_a_rollout_that_is_uneven_over_nodes_counts_its_workers():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"mode": "auto"}, "'auto' has nothing to choose by; run `vla3 plan`"),
         ({"mode": "collocated", "node_gpus": []}, "expected the GPUs of each node"),
         ({"mode": "collocated", "node_gpus": [-1]}, "expected the GPUs of each node"),
         ({"node_gpus": [8]}, "node_gpus says nothing without component_placement"),

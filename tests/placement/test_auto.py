@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import verl  # noqa: F401  loads the plugin
@@ -57,7 +58,7 @@ def test_the_choice_is_set_passes_the_checks_and_says_why(compose):
     assert faults == [] and "samples/s predicted, limited by" in choice.why
     assert vla3.placement.mode in ("collocated", "disaggregated")
     assert vla3.env.shards_per_worker == choice.settings["vla3.env.shards_per_worker"]
-    assert config.data.train_batch_size == choice.settings["data.train_batch_size"] == 128, "the batch stays the run's"
+    assert config.data.train_batch_size == 128 and "data.train_batch_size" not in choice.settings, "the run's own"
     placement, faults = resolve.place(config, vla3)
     assert faults == [] and len(placement.cluster.gpus) == 1 and sum(placement.cluster.gpus) == 4
 
@@ -83,6 +84,40 @@ def test_a_run_that_is_resumed_keeps_what_was_chosen_when_it_began(compose, tmp_
     assert faults == [] and again.settings == chosen.settings and "when this run began" in again.why
     anew, _ = auto.settle(*compose("vla3.placement.node_gpus=[4]", file=faster))
     assert anew.settings != chosen.settings
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "{}", "[]", '{"settings": {"vla3.placement.mood": 1}, "why": ""}', '{"settings": 3, "why": ""}']
+)
+def test_a_choice_that_was_damaged_is_refused_by_its_name(compose, tmp_path, text):
+    config, vla3 = compose("vla3.placement.node_gpus=[4]", "trainer.resume_mode=auto")
+    (tmp_path / "run" / auto.CHOICE_FILE).write_text(text)
+    choice, faults = auto.settle(config, vla3)
+    assert choice is None and len(faults) == 1 and auto.CHOICE_FILE in faults[0] and "remove it" in faults[0]
+
+
+@pytest.mark.parametrize("change", [{"chunk_ms": ()}, {"mean_chunks": "6"}])
+def test_a_profile_whose_numbers_are_none_is_refused_by_its_name(compose, change):
+    broken = profile()
+    config, vla3 = compose("vla3.placement.node_gpus=[4]", file=broken.but(env=replace(broken.env, **change)))
+    choice, faults = auto.settle(config, vla3)
+    assert choice is None and "profile.json" in faults[0], faults
+
+
+def test_a_plan_that_memory_does_not_allow_is_passed_over(compose, monkeypatch):
+    from vla3_plugin.trainer import preflight
+
+    config, vla3 = compose("vla3.placement.node_gpus=[4]")
+    best, _ = auto.settle(config, vla3)
+    refused = best.settings["vla3.env.shards_per_worker"]
+
+    def fits(config, vla3):
+        return ["too large"] if vla3.env.shards_per_worker == refused else []
+
+    monkeypatch.setattr(preflight, "memory_faults", fits)
+    config, vla3 = compose("vla3.placement.node_gpus=[4]")
+    other, faults = auto.settle(config, vla3)
+    assert (faults == [] and other.settings["vla3.env.shards_per_worker"] != refused) or "too large" in faults[0]
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from vla3_plugin.trainer import checkpoint
 
 
-def save(root, step, text="weights", keep=3, best=None):
+def save(root, step, text="weights", keep=3, best=()):
     def write(directory):
         (directory / "actor").mkdir()
         (directory / "actor" / "model.bin").write_text(text)
@@ -88,9 +88,9 @@ def test_only_the_newest_are_kept(tmp_path):
 
 def test_the_best_is_kept_beside_the_newest(tmp_path):
     for step in range(1, 7):
-        save(tmp_path, step, keep=2, best=2 if step >= 2 else None)
+        save(tmp_path, step, keep=2, best={2} if step >= 2 else ())
     assert checkpoint.steps(tmp_path) == [2, 5, 6]
-    save(tmp_path, 7, keep=2, best=6)
+    save(tmp_path, 7, keep=2, best={6})
     assert checkpoint.steps(tmp_path) == [6, 7], "there is one best"
 
 

@@ -194,6 +194,9 @@ def test_the_best_evaluation_is_known_again_after_a_restart(tmp_path):
     for step, successes in ((0, 2), (5, 7), (10, 7), (15, 6)):
         record.evaluation(evaluation(step, successes))
     record.evaluation(evaluation(15, 10, mode="sde"))
+    partial = evaluation(12, 9)
+    partial.extra["of_other_versions"] = 1
+    record.evaluation(partial)
     assert record.best == {"step": 10, "rate": 0.7, "n": 10}, "of equals the later, and the noise-free policy counts"
     again = RunRecord(tmp_path)
     assert again.best == record.best

@@ -54,6 +54,7 @@ def test_an_episode_that_newer_weights_had_a_part_in_does_not_count():
     evaluation = play(interaction, episodes, "eval", 5)
     assert evaluation.table.total == (1, 2)
     assert evaluation.extra == {"quarantined": 1, "of_other_versions": 2}
+    assert not evaluation.whole, "those that ended early are those that succeeded: no rate to choose by"
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ class ActorWorker(DetachActorWorker):
         self._snapshot: tuple[int, dict[str, torch.Tensor]] | None = None
         self._trained: set[str] = set()  # names of what the newest snapshot copied anew
         self._all_next = True
+        self._copying = ThreadPoolExecutor(1, "copies")
         self._idle_since = 0.0
         self._expected = 0
         self._turn = asyncio.Condition()
@@ -120,7 +121,8 @@ class ActorWorker(DetachActorWorker):
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
     async def copy_samples(self, source: list[str], copies: list[str]) -> None:
         """See ``store.copy_samples``. Done here, because samples hold images, which do not pass through the driver."""
-        await asyncio.to_thread(store.copy_samples, source, copies)
+        # on a thread of its own: publications that hang may hold all of the loop's
+        await asyncio.get_running_loop().run_in_executor(self._copying, store.copy_samples, source, copies)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def snapshot(self, version: int) -> None:
@@ -134,8 +136,9 @@ class ActorWorker(DetachActorWorker):
             # what does not train is copied once
             weights = engine.get_per_tensor_param()[0] if before is None else engine.trained_tensors()
             sends = getattr(self.checkpoint_engine, "is_master", True)
-            # every rank drains the generator: it runs the all-gathers
-            copies = {name: tensor.detach().clone() for name, tensor in weights if sends}
+            # every rank drains the generator, which runs the all-gathers, and knows sizes: verl's nccl engine has ranks
+            # beside the sender count its buckets with it
+            copies = {n: t.detach().clone() if sends else torch.empty_like(t, device="meta") for n, t in weights}
             self._trained = set(copies)
             self._snapshot = (version, (before or {}) | copies)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
+from verl.utils.fsdp_utils import fsdp_version
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
@@ -23,6 +24,7 @@ from verl.workers.engine.utils import detach_tree
 from vla3_plugin.learner import fields
 from vla3_plugin.learner.model_config import ModelCard
 from vla3_plugin.learner.streamed_counts import StreamedCounts
+from vla3_plugin.telemetry import traffic
 
 _SKIPS = 10  # updates in a row whose gradient is not finite, before the run ends
 
@@ -80,6 +82,8 @@ class VLAFSDPEngine(FSDPEngine):
     ) -> dict[str, Any]:
         """Micro-batches of any size, the last one shorter: losses are sums, divided once by the global counts."""
         data = fields.densify(data)
+        if forward_only:
+            traffic.count("store_to_learner", dict(data.items()))
         size = data["micro_batch_size_per_gpu"]
         totals = self._global_counts(loss_function.counts(data)) if loss_function is not None else {}
         starts = range(0, len(data), size)
@@ -178,6 +182,9 @@ class VLAFSDPEngine(FSDPEngine):
         """Of what ``get_per_tensor_param`` gives, the part that training changes: parameters that train, layers with
         adapters, buffers. Nothing else is gathered. Every rank must drain it.
         """
+        if fsdp_version(self.module) == 1:  # its shards do not say what trains
+            yield from self.get_per_tensor_param()[0]
+            return
         if hasattr(self.module, "peft_config"):
             yield from self._merged_lora_per_tensor_param(trained_only=True)
             return

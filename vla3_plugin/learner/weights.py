@@ -152,17 +152,20 @@ class GlooCheckpointEngine(CheckpointEngine):
     # receiving only wait for the network, on a thread, so that gradients and inference go on.
 
     async def send_weights(self, weights, global_steps: int | None = None) -> dict[str, float]:
-        manifest, buffer = pack(weights, -1 if global_steps is None else global_steps)
         if self.relay is None:
+            for _ in weights:  # the all-gathers need every rank
+                pass
             return {}
+        manifest, buffer = pack(weights, -1 if global_steps is None else global_steps)
         header = torch.frombuffer(bytearray(json.dumps(manifest).encode()), dtype=torch.uint8)
         await asyncio.to_thread(_send, self.relay, header, buffer)
         return {"weights/bytes": float(buffer.numel()), "weights/tensors": float(manifest["count"])}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, Tensor], None]:
         assert self.source is not None
-        for name, tensor in await asyncio.to_thread(_receive, self.source, self.relay, global_steps):
-            yield name, tensor
+        tensors = await asyncio.to_thread(_receive, self.source, self.relay, global_steps)
+        while tensors:  # each is let go as it is taken
+            yield tensors.pop()
 
 
 def _connect(circle: Circle) -> Callable[[Tensor], Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +17,19 @@ from omegaconf import OmegaConf, open_dict
 
 from vla3_plugin import config_cross
 from vla3_plugin.placement import resolve
+from vla3_plugin.placement.memory import GB, available_memory
 from vla3_plugin.placement.plan import Plan, plan, settings_of
 from vla3_plugin.placement.profile_file import Profile, read_profile
 from vla3_plugin.placement.spec import KEY, Cluster, SpecError
+from vla3_plugin.profile import joins_a_cluster
 
 if TYPE_CHECKING:
     from vla3_plugin.config import VLA3Config
 
 CHOICE_FILE = "placement_choice.json"  # in the run directory
 SECONDS = 8.0  # of simulation, at start
-_TRIED = 16  # plans, best first, until one passes the config's checks
+_OF_THE_RUN = ("data.train_batch_size", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu")  # planned for as given
+_TRIED = 100  # plans, best first, until one passes the config's checks
 
 
 @dataclass(frozen=True)
@@ -63,16 +66,17 @@ def choose(config: Any, vla3: VLA3Config, cluster: Cluster) -> tuple[Choice | No
             f"--recipe RECIPE --out profile.json` and set {KEY}.profile=profile.json, or name a ratio or a "
             "component_placement"
         ]
-    if (kept := _kept(config, vla3)) is not None:
-        return kept, []
     try:
+        if (kept := _kept(config, vla3)) is not None:
+            return kept, []
         profile = _of_this_run(read_profile(vla3.placement.profile), config, vla3)
         plans = plan(profile, *_size(cluster), episodes=int(config.data.train_batch_size), seconds=SECONDS)
-    except ValueError as error:
-        return None, [f"{KEY}.mode: 'auto': {error}"]
+    except (ValueError, TypeError, ArithmeticError, LookupError) as error:  # a profile's numbers are the user's
+        kind = "" if isinstance(error, ValueError) else f"{vla3.placement.profile}: {type(error).__name__}: "
+        return None, [f"{KEY}.mode: 'auto': {kind}{error}"]
     first: list[str] = []
     for rank, found in enumerate(plans[:_TRIED]):
-        settings = settings_of(found.candidate)
+        settings = {key: value for key, value in settings_of(found.candidate).items() if key not in _OF_THE_RUN}
         if not (faults := _faults(config, vla3, settings)):
             return Choice(settings, _why(found, rank, len(plans), cluster)), []
         first = first or faults
@@ -95,15 +99,41 @@ def apply(config: Any, vla3: VLA3Config, choice: Choice) -> None:
 
 
 def keep(run_dir: Path, choice: Choice) -> None:
-    (run_dir / CHOICE_FILE).write_text(json.dumps({"settings": choice.settings, "why": choice.why}, indent=1) + "\n")
+    """For the run that is resumed there. Called by who holds the directory's lock."""
+    beside = run_dir / f"{CHOICE_FILE}.tmp"
+    beside.write_text(json.dumps({"settings": choice.settings, "why": choice.why}, indent=1) + "\n")
+    beside.replace(run_dir / CHOICE_FILE)
 
 
 def _kept(config: Any, vla3: VLA3Config) -> Choice | None:
+    """
+    Raises:
+        ValueError: what was kept is damaged; the message names the file.
+    """
     file = Path(vla3.run_dir) / CHOICE_FILE
     if config.trainer.resume_mode == "disable" or not file.is_file():
         return None
-    data = json.loads(file.read_text())
-    return Choice(dict(data["settings"]), f"as chosen when this run began ({file.name}): {data['why']}")
+    try:
+        data = json.loads(file.read_text())
+        settings, why = dict(data["settings"]), str(data["why"])
+        _check(vla3, settings)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ValueError(
+            f"{file} is not what was kept ({type(error).__name__}: {error}); remove it to choose anew, which may not "
+            "fit the checkpoints there, or start with trainer.resume_mode=disable"
+        ) from None
+    return Choice(settings, f"as chosen when this run began ({file.name}): {why}")
+
+
+def _check(vla3: VLA3Config, settings: dict[str, Any]) -> None:
+    """
+    Raises:
+        AttributeError: a key that ``vla3`` does not have.
+    """
+    for key in settings:
+        node: Any = vla3
+        for name in key.split(".")[1:] if key.startswith("vla3.") else []:
+            node = getattr(node, name)
 
 
 def _of_this_run(profile: Profile, config: Any, vla3: VLA3Config) -> Profile:
@@ -117,7 +147,11 @@ def _of_this_run(profile: Profile, config: Any, vla3: VLA3Config) -> Profile:
             f"{KEY}.profile: {vla3.placement.profile} is of the simulator {profile.env.name!r}, this run's is "
             f"{vla3.env.name!r}; make one of this recipe"
         )
+    hardware = profile.hardware
+    if not joins_a_cluster(config.ray_kwargs.ray_init.get("address")):  # what is free here, now
+        hardware = replace(hardware, host_memory_gb=min(hardware.host_memory_gb, available_memory().bytes / GB))
     return profile.but(
+        hardware=hardware,
         group_size=vla3.algorithm.group_size,
         epochs=vla3.algorithm.update_epoch,
         micro_batch=int(config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu),
@@ -144,7 +178,9 @@ def _faults(config: Any, vla3: VLA3Config, settings: dict[str, Any]) -> list[str
     if placement is None:
         return faults
     resolve.derive(config, vla3, placement)
-    return config_cross.faults(config, vla3)
+    from vla3_plugin.trainer.preflight import memory_faults  # which asks the placement's memory
+
+    return config_cross.faults(config, vla3) or memory_faults(config, vla3)
 
 
 def _why(found: Plan, rank: int, count: int, cluster: Cluster) -> str:

@@ -66,7 +66,8 @@ class PolicyServer(BaseRollout):
                 nothing yet; the old version stays in place.
         """
         with self.timeline.span("weights", "receive", version=global_steps):
-            state = {name: tensor async for name, tensor in ensure_async_iterator(weights)}
+            # verl's engines hand out views of buffers that they fill again
+            state = {name: tensor.detach().clone() async for name, tensor in ensure_async_iterator(weights)}
         traffic.count("learner_to_policy", state)
         expected = self.served.policy.state_dict()
         partial = state.pop(TRAINED_ONLY, None) is not None

@@ -55,6 +55,8 @@ def copy_samples(source: Sequence[str], copies: Sequence[str]) -> None:
     rows = [unique.index(key) for key in source]
     fields = {name: torch.zeros_like(data[name]) if name in MASKS else data[name] for name in data.keys()}
     fields = {name: value[rows] for name, value in fields.items()}
+    traffic.count("store_to_learner", dict(data.items()))
+    traffic.count("learner_to_store", fields)
     tq.kv_batch_put(keys=list(copies), partition_id=PARTITION, fields=TensorDict(fields, batch_size=len(copies)))
 
 

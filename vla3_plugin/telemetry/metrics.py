@@ -164,6 +164,12 @@ class Evaluation:
     ended: float
     extra: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def whole(self) -> bool:
+        """Whether its rate stands for the policy. What is left when episodes were lost to other versions does not: the
+        ones that ended early are those that succeeded."""
+        return self.table.total[1] > 0 and not self.extra.get("of_other_versions")
+
     def to_dict(self) -> dict[str, Any]:
         head = {"step": self.step, "env": self.env, "mode": self.mode}
         return {**head, **self.table.to_dict(), "started": self.started, "ended": self.ended, **self.extra}
@@ -192,7 +198,7 @@ def before_after(evaluations: Sequence[Evaluation]) -> tuple[Evaluation, Evaluat
     None without two evaluations (with episodes) to compare. With several suites, the one evaluated first.
     """
     for mode in ("ode", "sde"):
-        found = [e for e in evaluations if e.mode == mode and e.table.total[1]]
+        found = [e for e in evaluations if e.mode == mode and e.whole]
         found = [e for e in found if e.env == found[0].env]
         if len(found) >= 2:
             return found[0], found[-1]

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,12 +48,12 @@ class Manifest:
 
 
 def save(
-    root: Path, step: int, write: Callable[[Path], Any], state: dict[str, Any], keep: int, best: int | None = None
+    root: Path, step: int, write: Callable[[Path], Any], state: dict[str, Any], keep: int, best: Collection[int] = ()
 ) -> Path:
     """Let ``write`` fill a temporary directory, add ``state`` and a manifest, and move it into place.
 
     A run killed at any point leaves the previous checkpoint; leftovers go at the next start or save. The ``keep``
-    newest are retained, and that of step ``best``.
+    newest are retained, and those of the steps ``best``.
 
     Raises:
         OSError: the disk is full or failing. Whatever is raised, also by ``write``, the previous checkpoints are as
@@ -103,10 +103,10 @@ def clean(root: Path) -> None:
                 replaced.rename(final)
 
 
-def _retire(root: Path, keep: int, best: int | None) -> None:
-    """Remove all but the ``keep`` newest checkpoints and that of step ``best``."""
+def _retire(root: Path, keep: int, best: Collection[int]) -> None:
+    """Remove all but the ``keep`` newest checkpoints and those of the steps ``best``."""
     for manifest, path in written(root)[:-keep]:
-        if manifest.step == best:
+        if manifest.step in best:
             continue
         try:
             discarded = root / f"{_DISCARDED}{path.name}"

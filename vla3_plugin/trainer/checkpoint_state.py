@@ -136,7 +136,8 @@ def save(trainer: Any) -> None:
         trainer.actor_rollout_wg.save_checkpoint(os.fspath(directory / "actor"))
         check_shards(directory / "actor", trainer.config)
 
-    best = trainer.record.best_of({*checkpoint.steps(root), step})
+    # the best of those that were evaluated, and one that may turn out to be
+    best = {trainer.record.best_of({*checkpoint.steps(root), step}), trainer.evaluator.step} - {None}
     try:
         checkpoint.save(root, step, write, state, keep=trainer.vla3.keep_checkpoints, best=best)
         trainer.saved_step = step

@@ -82,6 +82,7 @@ class Evaluator:
         self.trainer = trainer
         self.overlaps = evaluation_overlaps(trainer.vla3)
         self._under_way: Future[list[Evaluation]] | None = None
+        self.step: int | None = None  # whose evaluation is under way
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate the version that is served everywhere now; metrics of the evaluations that have ended."""
@@ -90,13 +91,15 @@ class Evaluator:
         if self.overlaps and between:
             self._start(trainer.global_steps, trainer.env_steps)
             return metrics
+        if self.overlaps:
+            self._ask_all("unpin")  # who could not be reached when the last one ended
         return metrics | self._told(run(trainer, trainer.global_steps, trainer.env_steps))
 
     def finished(self, wait: bool) -> dict[str, float]:
         """Metrics of the one under way, if it has ended; raises what went wrong with it."""
         if self._under_way is None or not (wait or self._under_way.done()):
             return {}
-        done, self._under_way = self._under_way, None
+        done, self._under_way, self.step = self._under_way, None, None
         return self._told(done.result())
 
     def _told(self, evaluations: list[Evaluation]) -> dict[str, float]:
@@ -108,7 +111,8 @@ class Evaluator:
 
     def _start(self, step: int, env_steps: int) -> None:
         self._ask_all("pin", step)
-        done = self._under_way = Future()
+        done: Future[list[Evaluation]] = Future()
+        self._under_way, self.step = done, step
         threading.Thread(target=self._run, args=(done, step, env_steps), name="evaluation", daemon=True).start()
 
     def _run(self, done: Future[list[Evaluation]], step: int, env_steps: int) -> None:

@@ -1,6 +1,7 @@
 """What is said, and checked, before anything heavy starts: devices, sizes, samples and updates a step, memory."""
 
 import difflib
+import functools
 import importlib
 import inspect
 import json
@@ -58,6 +59,18 @@ def preflight(config: Any, vla3: VLA3Config) -> tuple[dict[str, Any], list[str]]
     if notes := config_cross.notes(config, vla3):
         sections["note"] = notes
     return sections, faults
+
+
+def memory_faults(config: Any, vla3: VLA3Config) -> list[str]:
+    """Whether it would fit, for who tries several configs; of a policy that is no policy nothing is said here."""
+    model = config.actor_rollout_ref.model
+    policy, _ = _policy_once(str(model.path), json.dumps(OmegaConf.to_container(model.options, resolve=True)))
+    return _fit(_memory(config, vla3, policy), vla3) if "parameters" in policy else []
+
+
+@functools.lru_cache(maxsize=1)
+def _policy_once(path: str, options: str) -> tuple[dict[str, Any], list[str]]:
+    return _policy(OmegaConf.create({"path": path, "options": json.loads(options)}))
 
 
 def _place_faults(vla3: VLA3Config) -> list[str]:

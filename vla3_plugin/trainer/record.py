@@ -93,4 +93,4 @@ class RunRecord:
 
 def _counts(evaluation: Evaluation) -> bool:
     """Whether it says how good the noise-free policy is."""
-    return evaluation.mode == "ode" and evaluation.table.total[1] > 0
+    return evaluation.mode == "ode" and evaluation.whole

@@ -6,7 +6,6 @@ workers' loops), streaming (``train_arriving`` in place of collect and update), 
 staleness bound, and weights are published in the background).
 """
 
-import contextlib
 import time
 from pathlib import Path
 from typing import Any
@@ -172,8 +171,10 @@ class VLA3Trainer(PPOTrainer):
             self.publisher.wait()
             completed = True
         except Stopped:
-            with contextlib.suppress(Stopped):
+            try:
                 self.evaluator.finished(wait=False)
+            except Exception as error:  # it was stopped too, or has failed; the checkpoint comes first
+                self.record.note(f"the evaluation that was under way is lost: {type(error).__name__} {error}")
             self._stop()
         finally:
             supervisor.close()
