@@ -197,7 +197,7 @@ def trainer(root, step, error=None, ranks=1):
     return SimpleNamespace(
         config=config, global_steps=step, total_training_steps=3, env_steps=0, architecture={}, feeder=None,
         scale=SimpleNamespace(previous=None), record=Record(), actor_rollout_wg=Learner(error), dp_size=ranks,
-        vla3=SimpleNamespace(keep_checkpoints=2), stop=lambda: False,
+        vla3=SimpleNamespace(keep_checkpoints=2), stop=lambda: False, row={}, evaluator=SimpleNamespace(step=None),
     )  # fmt: skip
 
 
