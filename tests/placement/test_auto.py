@@ -40,6 +40,7 @@ def compose(tmp_path):
     ("overrides", "file", "message"),
     [
         (["vla3.placement.profile=null"], None, "vla3.placement.profile: null.*vla3 profile --recipe"),
+        (["vla3.placement.mode=collocated"], None, "profile says nothing without vla3.placement.mode=auto"),
         (["vla3.placement.profile=nothing.json"], None, "profile nothing.json: not readable"),
         ([], profile("libero"), "of the simulator 'libero', this run's is 'maniskill'"),
         (["vla3.placement.node_gpus=[2,3]"], None, r"node_gpus: \[2, 3\].*the same number in every node"),

@@ -1,8 +1,8 @@
 """Evaluations beside training: which weights answer, what counts, when it is refused."""
 
+from concurrent.futures import Future
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -11,7 +11,7 @@ from vla3_plugin.config_cross import evaluation_overlaps, overlap_fault
 from vla3_plugin.contract import Episode
 from vla3_plugin.policies.base import ActionChunk
 from vla3_plugin.policies.serve import ServedPolicy
-from vla3_plugin.trainer.evaluate import play
+from vla3_plugin.trainer.evaluate import Evaluator, play
 
 
 class Constant(torch.nn.Module):
@@ -76,5 +76,14 @@ def test_where_training_cannot_go_on_it_does_not_and_asking_for_it_is_refused(ch
     assert not evaluation_overlaps(config)
 
 
-def test_answers_are_rows_of_numpy():
-    assert isinstance(ServedPolicy(Constant()).act({}, [(0, 0, 0)] * 2, "train")["actions"], np.ndarray)
+def test_an_evaluation_that_failed_does_not_cost_the_checkpoint_of_a_run_that_is_stopped():
+    notes = []
+    trainer = SimpleNamespace(vla3=VLA3Config(), record=SimpleNamespace(note=notes.append))
+    evaluator = Evaluator(trainer)
+    evaluator.abandon()
+    evaluator._under_way = Future()
+    evaluator.abandon()
+    assert notes == [], "nothing under way, or not ended yet"
+    evaluator._under_way.set_exception(TimeoutError("no episode finished"))
+    evaluator.abandon()
+    assert len(notes) == 1 and "TimeoutError no episode finished" in notes[0]

@@ -79,14 +79,17 @@ def test_number_of_workers_does_not_change_what_is_learned_from(whole, launch, l
     assert run.metrics[0]["env/steps_total"] == whole.metrics[0]["env/steps_total"]
 
 
-def test_grpo_with_reference_policy_through_main_ppo(launch, line, tmp_path):
+def test_grpo_with_reference_policy_through_main_ppo(whole, launch, line, tmp_path):
     run = launch(
         tmp_path / "run", *line, "trainer.total_training_steps=2", "vla3.algorithm.adv_type=grpo",
         "vla3.algorithm.loss_type=actor", "vla3.algorithm.group_size=8", "vla3.algorithm.kl_beta=0.1",
         "vla3.algorithm.logprob_type=token", "trainer.val_before_train=false", "vla3.algorithm.update_epoch=1",
-        "vla3.algorithm.num_mini_batches=1", "vla3.env.pipeline_stage_num=2", module="verl.trainer.main_ppo",
+        "vla3.algorithm.num_mini_batches=1", "vla3.env.pipeline_stage_num=2", "vla3.publish=all",
+        module="verl.trainer.main_ppo",
     )  # fmt: skip
     assert run.status == 0, run.output[-3000:]
     assert "lanes/env0/shard_1/busy" in run.metrics[0], "two pipeline stages are two loops, each with its lane"
     assert run.metrics[0]["actor/kl"] == pytest.approx(0.0, abs=1e-5), "before any update they are one"
     assert run.metrics[1]["actor/kl"] > 0
+    published = [found.metrics[1]["traffic/weights/learner_to_policy"] for found in (run, whole)]
+    assert 0 < published[0] < published[1], "all of this policy trains, so only the mark of a partial one is more"

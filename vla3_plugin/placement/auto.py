@@ -47,7 +47,8 @@ class Choice:
 def settle(config: Any, vla3: VLA3Config) -> tuple[Choice | None, list[str]]:
     """Choose and set, where the planner is asked to: (what was set, faults), (None, []) where it is not."""
     if not resolve.chooses(vla3.placement):
-        return None, []
+        idle = vla3.placement.profile is not None
+        return None, [f"{KEY}.profile says nothing without {KEY}.mode=auto, or beside places or a ratio"] * idle
     try:
         cluster = resolve.cluster_of(config, vla3.placement)
     except SpecError as error:
@@ -85,7 +86,11 @@ def choose(config: Any, vla3: VLA3Config, cluster: Cluster) -> tuple[Choice | No
 
 
 def apply(config: Any, vla3: VLA3Config, choice: Choice) -> None:
-    """Set what was chosen, in verl's config and in ``vla3``."""
+    """Set what was chosen, in verl's config and in ``vla3``.
+
+    Raises:
+        AttributeError: a key that ``vla3`` does not have.
+    """
     for key, value in choice.settings.items():
         if not key.startswith("vla3."):
             with open_dict(config):
@@ -95,6 +100,7 @@ def apply(config: Any, vla3: VLA3Config, choice: Choice) -> None:
         node: Any = vla3
         for name in path:
             node = getattr(node, name)
+        getattr(node, last)  # a damaged file must not add one
         setattr(node, last, value)
 
 
@@ -116,24 +122,13 @@ def _kept(config: Any, vla3: VLA3Config) -> Choice | None:
     try:
         data = json.loads(file.read_text())
         settings, why = dict(data["settings"]), str(data["why"])
-        _check(vla3, settings)
+        apply(copy.deepcopy(config), copy.deepcopy(vla3), Choice(settings, why))
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise ValueError(
             f"{file} is not what was kept ({type(error).__name__}: {error}); remove it to choose anew, which may not "
             "fit the checkpoints there, or start with trainer.resume_mode=disable"
         ) from None
     return Choice(settings, f"as chosen when this run began ({file.name}): {why}")
-
-
-def _check(vla3: VLA3Config, settings: dict[str, Any]) -> None:
-    """
-    Raises:
-        AttributeError: a key that ``vla3`` does not have.
-    """
-    for key in settings:
-        node: Any = vla3
-        for name in key.split(".")[1:] if key.startswith("vla3.") else []:
-            node = getattr(node, name)
 
 
 def _of_this_run(profile: Profile, config: Any, vla3: VLA3Config) -> Profile:

@@ -5,11 +5,11 @@ The data plane carries observations, actions and samples, the weight plane param
 them up once a step: ``traffic/data/env_to_policy`` and so on, in bytes.
 
 Hops of the data plane: ``simulator_to_env`` (shared memory), ``env_to_policy`` and ``policy_to_env`` (requests and
-answers), ``env_to_store`` (finished trajectories), ``store_to_learner`` (each pass over samples
-that fetches them) and ``learner_to_store`` (copies that fill up a batch), ``store_to_driver`` and ``driver_to_store``
-(what advantages are computed from, and they: no image is among it), ``store_to_checkpoint`` (samples of groups in
-flight). Of the weight plane: ``learner_to_policy``, what all policy workers received together, and ``between_nodes``,
-what of it left a node (counted where our own backend sends; nccl does not say).
+answers), ``env_to_store`` (finished trajectories), ``store_to_learner`` (each pass over samples that fetches them) and
+``learner_to_store`` (copies that fill up a batch), ``store_to_driver`` and ``driver_to_store`` (what advantages are
+computed from, and they: no image is among it), ``store_to_checkpoint`` (samples of groups in flight).
+Of the weight plane: ``learner_to_policy``, what all policy workers received together, and ``between_nodes``, what of it
+left a node (counted where our own backend sends; nccl does not say).
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class Evaluator:
     def evaluate(self) -> dict[str, float]:
         """Evaluate the version that is served everywhere now; metrics of the evaluations that have ended."""
         trainer, metrics = self.trainer, self.finished(wait=True)
-        between = trainer.trained_steps > trainer.first_step and trainer.global_steps < trainer.total_training_steps
+        between = trainer.row and trainer.global_steps < trainer.total_training_steps
         if self.overlaps and between:
             self._start(trainer.global_steps, trainer.env_steps)
             return metrics
@@ -101,6 +101,14 @@ class Evaluator:
             return {}
         done, self._under_way, self.step = self._under_way, None, None
         return self._told(done.result())
+
+    def abandon(self) -> None:
+        """Take the one under way if it has ended. It may have been stopped too, or have failed: a checkpoint that is to
+        be saved now must not be lost for it."""
+        try:
+            self.finished(wait=False)
+        except Exception as error:
+            self.trainer.record.note(f"the evaluation that was under way is lost: {type(error).__name__} {error}")
 
     def _told(self, evaluations: list[Evaluation]) -> dict[str, float]:
         metrics: dict[str, float] = {}

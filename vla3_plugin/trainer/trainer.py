@@ -73,15 +73,14 @@ class VLA3Trainer(PPOTrainer):
         self.scale = AdvantageScale(self.vla3.algorithm.advantage_statistics)
         self.stop = StopRequest(self.run_dir)
         self.ledger = Ledger(self.run_dir)
-        # the one this process began with, the last one that was published, and that is in a checkpoint
-        self.first_step = self.trained_steps = self.saved_step = 0
+        self.trained_steps = self.saved_step = 0  # the last one that was published, and that is in a checkpoint
         self.feeder: Feeder = None  # type: ignore[assignment]  # there is none before fit
         self.grid: resolve_ray.Grid | None = None  # where the config says which process runs where
         super().__init__(config)
         self.record = RunRecord(self.run_dir)
         self.env_steps = 0
         self.evaluator = Evaluator(self)
-        self.row: dict[str, Any] = {}  # metrics of the step that is being made
+        self.row: dict[str, Any] = {}  # metrics of the newest step, once this process has made one
         self.checked_parity = False
 
     # ---- construction: what verl's _setup calls ----
@@ -163,7 +162,7 @@ class VLA3Trainer(PPOTrainer):
         self.record.start(resolved)
         self.faults = FaultLog(self.run_dir)
         agent_loop_manager.on_event, agent_loop_manager.stop = self.faults, self.stop
-        self.first_step = self.trained_steps = self.saved_step = self.global_steps
+        self.trained_steps = self.saved_step = self.global_steps
         supervisor, completed = self._supervisor(), False
         self.stop.listen()
         try:
@@ -171,10 +170,7 @@ class VLA3Trainer(PPOTrainer):
             self.publisher.wait()
             completed = True
         except Stopped:
-            try:
-                self.evaluator.finished(wait=False)
-            except Exception as error:  # it was stopped too, or has failed; the checkpoint comes first
-                self.record.note(f"the evaluation that was under way is lost: {type(error).__name__} {error}")
+            self.evaluator.abandon()
             self._stop()
         finally:
             supervisor.close()
