@@ -5,7 +5,10 @@ Both sides have been checked by themselves before (``config.parse``, ``config_ve
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+from omegaconf import OmegaConf
 
 from vla3_plugin.config import VLA3Config
 
@@ -67,14 +70,27 @@ def _stage_faults(config: Any, vla3: VLA3Config) -> list[str]:
                 f"actor_rollout_ref.actor.fsdp_config.{key}: true with vla3.stages.streaming.enabled: what is "
                 "offloaded between updates cannot take a micro-batch at any time; turn one of them off"
             )
-    if vla3.evaluation.overlap and (fault := overlap_fault(vla3)):
+    if vla3.evaluation.overlap and (fault := overlap_fault(vla3, samples_through_vllm(config))):
         found.append(fault)
+    if samples_through_vllm(config) and algorithm.adv_type == "gae":
+        found.append(
+            "vla3.algorithm.adv_type: 'gae' with actor_rollout_ref.model.options.rollout_backend: vllm, which hands "
+            "out no values; use grpo, or rollout_backend: in_process"
+        )
     return found
 
 
-def overlap_fault(vla3: VLA3Config) -> str | None:
+def samples_through_vllm(config: Any) -> bool:
+    """Whether policy workers sample as ``policies.openvla_vllm`` says."""
+    options = OmegaConf.select(config, "actor_rollout_ref.model.options")
+    return isinstance(options, Mapping) and options.get("rollout_backend") == "vllm"
+
+
+def overlap_fault(vla3: VLA3Config, through_vllm: bool = False) -> str | None:
     """Why training cannot go on during an evaluation; None: it can."""
     key = "vla3.evaluation.overlap: true"
+    if through_vllm:
+        return f"{key}, but vllm (rollout_backend) holds one version of the weights; set overlap: false"
     if not vla3.stages.training.enabled:
         return f"{key}, but on one clock nothing goes on meanwhile; set vla3.stages.training.enabled=true"
     if vla3.stages.interaction.enabled and vla3.stages.interaction.batching != "run_to_completion":
@@ -87,8 +103,8 @@ def overlap_fault(vla3: VLA3Config) -> str | None:
     return None
 
 
-def evaluation_overlaps(vla3: VLA3Config) -> bool:
-    return vla3.evaluation.overlap is not False and overlap_fault(vla3) is None
+def evaluation_overlaps(vla3: VLA3Config, through_vllm: bool = False) -> bool:
+    return vla3.evaluation.overlap is not False and overlap_fault(vla3, through_vllm) is None
 
 
 def _role_faults(config: Any, vla3: VLA3Config) -> list[str]:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vla3_plugin.learner.weights import TRAINED_ONLY, GlooCheckpointEngine, WeightError, pack, topology, unpack
+from vla3_plugin.policies.base import VLAPolicy
 from vla3_plugin.policies.serve import ServedPolicy
 from vla3_plugin.rollout.inference_lane import DirectLane
 from vla3_plugin.rollout.policy_worker import PolicyServer
@@ -145,9 +146,13 @@ def test_who_relays_damaged_weights_refuses_them_like_those_who_get_them_from_it
     assert [type(answer) for answer in answers] == [WeightError, WeightError]
 
 
+class Linear(VLAPolicy, torch.nn.Linear):
+    pass
+
+
 def served(version):
     server = PolicyServer.__new__(PolicyServer)
-    server.served, server.timeline = ServedPolicy(torch.nn.Linear(2, 3), version=version), Timeline("policy0")
+    server.served, server.timeline = ServedPolicy(Linear(2, 3), version=version), Timeline("policy0")
     server.lane = DirectLane(server.served, server.timeline)
     return server
 

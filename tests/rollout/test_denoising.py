@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vla3_plugin.contract import Observation
+from vla3_plugin.policies.base import VLAPolicy
 from vla3_plugin.policies.pi0 import PI0Policy
 from vla3_plugin.policies.presets import _pi0_model
 from vla3_plugin.policies.processing import Processing
@@ -324,7 +325,7 @@ def test_an_idle_lane_comes_back_for_other_work():
 
 
 def test_a_policy_without_denoising_steps_is_refused():
-    class Plain(torch.nn.Module):
+    class Plain(VLAPolicy):
         pass
 
     with pytest.raises(ValueError, match="'step_join' with policy Plain.*batching=run_to_completion"):

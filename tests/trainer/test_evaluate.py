@@ -5,16 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from vla3_plugin.config import VLA3Config
 from vla3_plugin.config_cross import evaluation_overlaps, overlap_fault
 from vla3_plugin.contract import Episode
-from vla3_plugin.policies.base import ActionChunk
+from vla3_plugin.policies.base import ActionChunk, VLAPolicy
 from vla3_plugin.policies.serve import ServedPolicy
 from vla3_plugin.trainer.evaluate import Evaluator, play
 
 
-class Constant(torch.nn.Module):
+class Constant(VLAPolicy):
     """A policy that answers with its one weight."""
 
     def __init__(self):
@@ -78,7 +79,7 @@ def test_where_training_cannot_go_on_it_does_not_and_asking_for_it_is_refused(ch
 
 def test_an_evaluation_that_failed_does_not_cost_the_checkpoint_of_a_run_that_is_stopped():
     notes = []
-    trainer = SimpleNamespace(vla3=VLA3Config(), record=SimpleNamespace(note=notes.append))
+    trainer = SimpleNamespace(vla3=VLA3Config(), config=OmegaConf.create(), record=SimpleNamespace(note=notes.append))
     evaluator = Evaluator(trainer)
     evaluator.abandon()
     evaluator._under_way = Future()

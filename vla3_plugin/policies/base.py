@@ -57,6 +57,13 @@ class VLAPolicy(nn.Module):
         """
         raise NotImplementedError
 
+    def serve_on(self, device: Any) -> None:
+        """Get ready to ``act`` on ``device``; called once, in processes that sample and do not train."""
+        self.eval().to(device)
+
+    def renewed(self) -> None:
+        """Other weights were loaded into the module, after ``serve_on``."""
+
     def forward(self, batch: dict[str, Tensor], task: Literal["evaluate", "sft"]) -> dict[str, Tensor]:
         """``evaluate``: ``logprob`` [B, C, D], ``entropy`` [B, C, D], ``value`` of the stored samples (inputs and
         ``trace.*`` keys). ``sft``: ``loss`` [B, C, A] per element against ``actions`` [B, C, A] in environment units.

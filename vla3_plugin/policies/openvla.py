@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from vla3_plugin.policies import tokens
+from vla3_plugin.policies import openvla_vllm, tokens
+from vla3_plugin.policies.base import ActionChunk, NoiseKey
 from vla3_plugin.policies.openvla_base import TokenPolicy
 from vla3_plugin.policies.openvla_config import TokenSettings
 from vla3_plugin.policies.prismatic import last_real
@@ -21,6 +23,29 @@ class OpenVLAPolicy(TokenPolicy):
 
     family = "openvla"
     settings_class = TokenSettings
+    sampler: openvla_vllm.VllmSampler | None = None
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        if self.policy.rollout_backend == "vllm":
+            openvla_vllm.check(self)
+
+    def serve_on(self, device: Any) -> None:
+        if self.policy.rollout_backend != "vllm":
+            return super().serve_on(device)
+        self.eval()
+        self.sampler = openvla_vllm.VllmSampler(self, self.policy.rollout_options)
+
+    def renewed(self) -> None:
+        if self.sampler is not None:
+            self.sampler.load()
+
+    def act(
+        self, inputs: dict[str, Tensor], noise_keys: Sequence[NoiseKey], mode: Literal["train", "eval"]
+    ) -> ActionChunk:
+        if self.sampler is not None:
+            return self.sampler.act(inputs, noise_keys, mode)
+        return super().act(inputs, noise_keys, mode)
 
     def _decode(self, inputs: dict[str, Tensor], gumbel: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         none = inputs["input_ids"][:, :0]

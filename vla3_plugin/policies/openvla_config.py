@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 # Where LoRA goes by default: attention and MLPs of Llama and of both towers, and the projector. The value head is small
 # and trained whole.
@@ -19,7 +18,8 @@ class TokenSettings:
     ``executed``: C, how many actions of a prediction are executed. ``temperature``: of the sampled tokens and of their
     likelihood. ``value_level``: one value a ``chunk`` or one an ``action``. ``detach_value``: the value loss does not
     reach the backbone. ``freeze_vision``: the vision towers are not trained. ``attention_backend``: see
-    ``prismatic.attention_backend``. ``rollout_backend``: what samples in rollout; ``in_process`` is this module.
+    ``prismatic.attention_backend``. ``rollout_backend``: what samples in policy workers: ``in_process`` is
+    this module; ``vllm`` (OpenVLA alone) see ``openvla_vllm``, with ``rollout_options`` as arguments of ``vllm.LLM``.
     """
 
     executed: int = 1
@@ -30,6 +30,7 @@ class TokenSettings:
     freeze_vision: bool = False
     attention_backend: str = "auto"
     rollout_backend: Literal["in_process", "vllm"] = "in_process"
+    rollout_options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def horizon(self) -> int:
@@ -51,19 +52,8 @@ class TokenSettings:
             self._refuse("value_hidden", "at least 1")
         if self.rollout_backend not in ("in_process", "vllm"):
             self._refuse("rollout_backend", "in_process or vllm")
-        if self.rollout_backend == "vllm":
-            self._refuse_vllm()
-
-    def _refuse_vllm(self) -> None:
-        if importlib.util.find_spec("vllm") is None:
-            raise ValueError(
-                "policy.rollout_backend is 'vllm' and vllm is not installed: install it on the GPU machines, or set "
-                "policy.rollout_backend: in_process"
-            )
-        raise ValueError(
-            "policy.rollout_backend is 'vllm': sampling through it is not part of this version; set "
-            "policy.rollout_backend: in_process"
-        )
+        if self.rollout_options and self.rollout_backend != "vllm":
+            self._refuse("rollout_options", "none: they are arguments of vllm.LLM, for rollout_backend vllm")
 
     def _refuse(self, key: str, expected: str) -> None:
         raise ValueError(f"policy.{key} is {getattr(self, key)!r}, expected {expected}")

@@ -111,10 +111,13 @@ class OpenVLAProcessing(Processing):
     def model_images(self, pixels: Tensor) -> Tensor:
         """uint8 [..., H, W, 3] to float32 [..., 6, h, w]: DINOv2's three channels, then SigLIP's."""
         lead = pixels.shape[:-3]
-        x = resize_bicubic(pixels.reshape(-1, *pixels.shape[-3:]), self.image_size)
-        if self.crop_side < 1.0:
-            x = centre_crop(x, self.crop_side)
+        x = self.resized(pixels.reshape(-1, *pixels.shape[-3:]))
         return self.normalised(x.permute(0, 3, 1, 2)).reshape(*lead, 6, *self.image_size)
+
+    def resized(self, pixels: Tensor) -> Tensor:
+        """uint8 [N, H, W, 3] to uint8 [N, h, w, 3], cropped where the record says so."""
+        x = resize_bicubic(pixels, self.image_size)
+        return centre_crop(x, self.crop_side) if self.crop_side < 1.0 else x
 
     def normalised(self, images: Tensor) -> Tensor:
         """uint8 [N, 3, h, w] to float32 [N, 6, h, w]."""

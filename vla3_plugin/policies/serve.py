@@ -24,7 +24,8 @@ class ServedPolicy:
     """
 
     def __init__(self, policy: VLAPolicy, device: Any = "cpu", version: int = -1, name: str = "policy") -> None:
-        self.policy, self.device, self.version, self.name = policy.eval().to(device), device, version, name
+        policy.serve_on(device)
+        self.policy, self.device, self.version, self.name = policy, device, version, name
         self.pinned: ServedPolicy | None = None
 
     def pin(self) -> None:

@@ -84,6 +84,7 @@ class PolicyServer(BaseRollout):
         def swap() -> None:
             with self.timeline.span("weights", "swap", version=global_steps):
                 self.served.policy.load_state_dict(state, strict=not partial)
+                self.served.policy.renewed()
                 self.served.version = -1 if global_steps is None else global_steps
 
         await self.lane.between_batches(swap)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from vla3_plugin.config_cross import evaluation_overlaps
+from vla3_plugin.config_cross import evaluation_overlaps, samples_through_vllm
 from vla3_plugin.contract import EnvSpec, Episode
 from vla3_plugin.learner.weights import WeightError
 from vla3_plugin.rollout.episodes import Mode
@@ -80,7 +80,7 @@ class Evaluator:
 
     def __init__(self, trainer: VLA3Trainer) -> None:
         self.trainer = trainer
-        self.overlaps = evaluation_overlaps(trainer.vla3)
+        self.overlaps = evaluation_overlaps(trainer.vla3, samples_through_vllm(trainer.config))
         self._under_way: Future[list[Evaluation]] | None = None
         self.step: int | None = None  # whose evaluation is under way
 
