@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vla3_plugin.cli import main
-from vla3_plugin.placement.plan import estimate, format_plans, plan, scaled_down
+from vla3_plugin.placement.plan import candidates, estimate, format_plans, plan, scaled_down
 from vla3_plugin.placement.plan_costs import (
     Link,
     Sharding,
@@ -119,6 +119,12 @@ def test_what_fits_no_device_is_refused_with_the_arithmetic():
         quick(profile(memory=8.0), 8)
     with pytest.raises(ValueError, match="10 GPUs in 4 nodes"):
         quick(profile(), 10, 4)
+
+
+def test_a_shared_device_holds_learner_and_replica_together():
+    """Nothing that the planner prints offloads one while the other works."""
+    both = replica_bytes(3e9) + state_bytes(3e9, 3e8, 8)  # 12 GB and 2 GB
+    assert min(c.device_gb for c in candidates(profile(), 8, 1, 64) if c.mode == "collocated") > both / 1e9
 
 
 def test_a_part_of_a_large_cluster_stands_for_the_whole():

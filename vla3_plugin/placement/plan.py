@@ -237,14 +237,13 @@ def _candidate(profile: Profile, mode: str, layout: Layout, schedule: Schedule, 
     replica = policy.memory_gb or replica_bytes(policy.parameters) / GB
     simulator = profile.env.memory_gb + (layout.slots - 1) * profile.env.memory_per_env_gb if profile.env.gpu else 0.0
     rollout = replica + layout.shards * simulator
-    if layout.shared:  # one is offloaded while the other runs
-        offloaded = state_bytes(policy.parameters, policy.trainable, shards)
-        host = replace(host, switch_ms=host.switch_ms + 1e3 * (offloaded + 2 * policy.parameters) / (25 * GB))
     processes = layout.workers * layout.shards / nodes
     env = profile.env.times(layout.slots, 0 if profile.env.gpu else processes, hardware.cores)
     name = f"{mode} {layout.replicas}:{layout.ranks}"
     work = Workload(env, policy.settings, layout, schedule, host, name)
-    return Candidate(mode, work, max(learner, rollout), nodes, estimate(work))
+    # the configs given out offload nothing, and a replica keeps its weights
+    device_gb = learner + rollout if layout.shared else max(learner, rollout)
+    return Candidate(mode, work, device_gb, nodes, estimate(work))
 
 
 def estimate(work: Workload) -> float:
