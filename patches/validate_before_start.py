@@ -17,13 +17,11 @@ def apply(module):
         if "vla3" not in config:
             return original(config=config, use_reference_policy=use_reference_policy, use_critic=use_critic)
         from vla3_plugin.launch import before_start, prepare_cluster
-        from vla3_plugin.placement.auto import keep
         from vla3_plugin.supervise import supervise
 
-        choice = before_start(config)
+        ready = before_start(config)
         supervise(config)
-        if choice is not None:
-            keep(Path(config.vla3.run_dir), choice)
+        ready.keep(Path(config.vla3.run_dir))
         prepare_cluster(config)  # in the process that starts it
 
     module.validate_config = validate_config

@@ -1,5 +1,6 @@
 """How verl meets the plugin, in fresh interpreters, from any directory."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -95,6 +96,16 @@ def test_bad_input_is_one_clear_error_before_ray_starts(arguments, message, tmp_
     assert done.returncode != 0
     assert message in done.stderr, done.stderr[-2000:]
     assert "Started a local Ray instance" not in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_second_start_in_a_used_directory_is_refused_and_leaves_its_records_alone(tmp_path):
+    (tmp_path / "preflight.json").write_text("the first run's")
+    with (tmp_path / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        done = command("verl.trainer.main", "recipe=vla3_latency", f"vla3.run_dir={tmp_path}", cwd=tmp_path)
+    assert done.returncode == 2 and "another run is under way" in done.stderr, done.stderr[-2000:]
+    assert (tmp_path / "preflight.json").read_text() == "the first run's"
 
 
 @pytest.mark.slow

@@ -6,9 +6,11 @@ then meet in ``before_start``: validate, derive, check the fit, say what will ru
 
 import contextlib
 import difflib
+import json
 import os
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,11 +72,23 @@ def _validate_before_asking(main_ppo: Any) -> None:
         setattr(main_ppo, name, question)
 
 
-def before_start(config: DictConfig) -> "Choice | None":
+@dataclass
+class Ready:
+    """What is known of a run before it starts, for its directory: written by who holds the directory's lock."""
+
+    record: dict[str, Any]  # for the report; a Ray worker knows neither the summary nor the command line
+    choice: "Choice | None"  # the planner's, if it was asked
+
+    def keep(self, run_dir: Path) -> None:
+        (run_dir / "preflight.json").write_text(json.dumps(self.record, indent=1))
+        if self.choice is not None:
+            self.choice.keep(run_dir)
+
+
+def before_start(config: DictConfig) -> Ready:
     """Called by both entries between composing and starting; leaves on the first set of faults, with all of them.
 
-    First each value by itself, then what must agree, then what the machine has. What the planner chose, if it was
-    asked, is for ``auto.keep`` once the run directory is locked.
+    First each value by itself, then what must agree, then what the machine has. Nothing is written.
     """
     from vla3_plugin import config_cross, config_verl
 
@@ -100,7 +114,9 @@ def before_start(config: DictConfig) -> "Choice | None":
         _fail(faults)
     _derive(config, vla3)
     faults += _stray_paths(config)
-    from vla3_plugin.trainer.preflight import announce, preflight
+    from vla3_plugin.telemetry.console import command_line, format_preflight
+    from vla3_plugin.telemetry.jsonl import plain
+    from vla3_plugin.trainer.preflight import preflight
 
     summary, found = preflight(config, vla3)
     faults += found
@@ -108,8 +124,8 @@ def before_start(config: DictConfig) -> "Choice | None":
         _fail(faults)
     if placement is not None:
         summary["placement"] = resolve.summary(placement) | (choice.summary() if choice is not None else {})
-    announce(summary, Path(config.vla3.run_dir))
-    return choice
+    print(format_preflight(summary))
+    return Ready(plain({**summary, "command": command_line()}), choice)
 
 
 def _exposed_secrets(config: DictConfig) -> list[str]:

@@ -78,7 +78,7 @@ def test_a_dear_learner_gets_more_devices_and_dear_simulators_more_policy_worker
 def test_a_run_that_is_resumed_keeps_what_was_chosen_when_it_began(compose, tmp_path):
     config, vla3 = compose("vla3.placement.node_gpus=[4]")
     chosen, _ = auto.settle(config, vla3)
-    auto.keep(tmp_path / "run", chosen)
+    chosen.keep(tmp_path / "run")
     faster = profile(env_ms=1.0, train_ms=500.0)
     resumed = compose("vla3.placement.node_gpus=[4]", "trainer.resume_mode=auto", file=faster)
     again, faults = auto.settle(*resumed)

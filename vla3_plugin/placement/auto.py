@@ -43,6 +43,12 @@ class Choice:
         """For the preflight."""
         return {"chosen": self.why, **self.settings}
 
+    def keep(self, run_dir: Path) -> None:
+        """For the run that is resumed there. Called by who holds the directory's lock."""
+        beside = run_dir / f"{CHOICE_FILE}.tmp"
+        beside.write_text(json.dumps({"settings": self.settings, "why": self.why}, indent=1) + "\n")
+        beside.replace(run_dir / CHOICE_FILE)
+
 
 def settle(config: Any, vla3: VLA3Config) -> tuple[Choice | None, list[str]]:
     """Choose and set, where the planner is asked to: (what was set, faults), (None, []) where it is not."""
@@ -102,13 +108,6 @@ def apply(config: Any, vla3: VLA3Config, choice: Choice) -> None:
             node = getattr(node, name)
         getattr(node, last)  # a damaged file must not add one
         setattr(node, last, value)
-
-
-def keep(run_dir: Path, choice: Choice) -> None:
-    """For the run that is resumed there. Called by who holds the directory's lock."""
-    beside = run_dir / f"{CHOICE_FILE}.tmp"
-    beside.write_text(json.dumps({"settings": choice.settings, "why": choice.why}, indent=1) + "\n")
-    beside.replace(run_dir / CHOICE_FILE)
 
 
 def _kept(config: Any, vla3: VLA3Config) -> Choice | None:

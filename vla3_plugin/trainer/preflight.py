@@ -20,8 +20,7 @@ from vla3_plugin.placement import memory
 from vla3_plugin.placement.fit import local_faults
 from vla3_plugin.policies.registry import policy_summary
 from vla3_plugin.profile import has_gpu, requested_profile
-from vla3_plugin.telemetry.console import command_line, describe_machine, format_preflight
-from vla3_plugin.telemetry.jsonl import plain
+from vla3_plugin.telemetry.console import describe_machine
 
 
 def preflight(config: Any, vla3: VLA3Config) -> tuple[dict[str, Any], list[str]]:
@@ -144,14 +143,6 @@ def _stages(vla3: VLA3Config) -> str:
     on = [name for name in ("interaction", "streaming", "training") if getattr(stages, name).enabled]
     lag = f", staleness at most {stages.training.max_staleness}" if stages.training.enabled else ""
     return (f"asynchronous: {', '.join(on)}" + lag) if on else "synchronous"
-
-
-def announce(sections: dict[str, Any], run_dir: Path) -> None:
-    """Print the summary, and keep it with the command line for the report: a Ray worker knows neither."""
-    print(format_preflight(sections))
-    run_dir.mkdir(parents=True, exist_ok=True)
-    record = plain({**sections, "command": command_line()})
-    (run_dir / "preflight.json").write_text(json.dumps(record, indent=1))
 
 
 def _memory(config: Any, vla3: VLA3Config, policy: dict[str, Any]) -> dict[str, Any]:
