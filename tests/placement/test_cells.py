@@ -1,9 +1,13 @@
 """Two cells, each a Ray node with a learner rank, a policy worker and simulators of its own, against one."""
 
+import shutil
+
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from whole_runs import with_path
+
+from vla3_plugin.placement.plan_costs import Sharding, bytes_sent
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -15,6 +19,15 @@ CELL = ["vla3.placement.mode=disaggregated", "+vla3.placement.ratio=\"rollout:ac
         "vla3.algorithm.advantage_statistics=previous", "vla3.algorithm.mini_batches=episodes",
         "vla3.algorithm.adv_type=grpo", "vla3.algorithm.loss_type=actor", "vla3.algorithm.group_size=4",
         "vla3.algorithm.update_epoch=1"]  # fmt: skip
+
+
+@pytest.fixture
+def heavy(gaussian, tmp_path):
+    """The third-party policy with 256 kB more, or its gradients would be no larger than the counts sent beside them."""
+    directory = shutil.copytree(gaussian, tmp_path / "heavy")
+    file = directory / "model.safetensors"
+    save_file(load_file(file) | {"ballast": torch.zeros(65536)}, file)
+    return f"actor_rollout_ref.model.path={directory}"
 
 
 @pytest.fixture
@@ -34,11 +47,10 @@ def parameters(run):
     return run.directory / "checkpoints" / "global_step_3" / "policy" / "model.safetensors"
 
 
-def test_two_cells_learn_what_one_learns_and_weights_cross_between_them_once(launch, line, two_nodes, tmp_path):
-    one = launch(tmp_path / "one", *line, *CELL, "vla3.placement.node_gpus=[2]")
-    two = launch(
-        tmp_path / "two", *line, *CELL, "vla3.placement.node_gpus=[2,2]", f"+ray_kwargs.ray_init.address={two_nodes}"
-    )
+def test_two_cells_learn_what_one_learns_and_weights_and_gradients_cross_once(launch, line, heavy, two_nodes, tmp_path):
+    cell = [*line, *CELL, heavy]
+    one = launch(tmp_path / "one", *cell, "vla3.placement.node_gpus=[2]")
+    two = launch(tmp_path / "two", *cell, "vla3.placement.node_gpus=[2,2]", f"+ray_kwargs.ray_init.address={two_nodes}")
     alone, together = (load_file(parameters(run)) for run in (one, two))
     for name, tensor in alone.items():
         torch.testing.assert_close(together[name], tensor, rtol=1e-4, atol=1e-5)
@@ -47,6 +59,13 @@ def test_two_cells_learn_what_one_learns_and_weights_cross_between_them_once(lau
         publications = round(row["traffic/weights/learner_to_policy"] / (2 * size))  # to two policy workers
         assert publications in (1, 2), "the first step's window has the first publication too"
         assert row["traffic/weights/between_nodes"] == pytest.approx(publications * size, rel=0.05)
-    assert all(row["traffic/weights/between_nodes"] == 0 for row in one.metrics)
+        # both ranks together; a mini-batch of groups without spread is no update
+        inside, across = (2 * sent for sent in bytes_sent(size / 4, size / 4, Sharding(ranks=2, per_cell=1)))
+        updates = round(row["traffic/learner/ranks_between_nodes"] / across)
+        assert updates in (1, 2)
+        assert row["traffic/learner/ranks_between_nodes"] == pytest.approx(updates * across, rel=0.05)
+        assert row["traffic/learner/ranks_within_node"] == inside == 0
+    for hop in ("weights/between_nodes", "learner/ranks_between_nodes", "learner/ranks_within_node"):
+        assert all(row[f"traffic/{hop}"] == 0 for row in one.metrics), hop
     assert list((two.directory / "tensorboard").iterdir()), "a joined cluster's workers inherit no environment of ours"
     assert '"node": 1' in (two.directory / "placement.json").read_text()

@@ -12,10 +12,12 @@ def test_bytes_are_summed_over_processes_and_every_hop_is_named():
     traffic.drain("before")
     traffic.count("env_to_policy", {"in.image": np.zeros((2, 3), np.float32), "name": "no array"})
     traffic.count("env_to_policy", [torch.zeros(5, dtype=torch.bfloat16)])
+    traffic.add("ranks_between_nodes", 7)
     here = traffic.drain("env0")
     there = [Span("policy0", "traffic", "bytes", 0.0, 0.0, {"env_to_policy": 6, "learner_to_policy": 7})]
     metrics = traffic.traffic_metrics([*here, *there, Span("env0", "shard 0", "reset", 0.0, 1.0)])
     assert metrics["traffic/data/env_to_policy"] == 24 + 10 + 6 and metrics["traffic/weights/learner_to_policy"] == 7
+    assert metrics["traffic/learner/ranks_between_nodes"] == 7
     assert set(metrics) == {f"traffic/{plane}/{hop}" for plane, hops in traffic.HOPS.items() for hop in hops}
     assert traffic.drain("env0") == [], "once drained, forgotten"
 

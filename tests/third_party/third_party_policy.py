@@ -23,13 +23,15 @@ class GaussianPolicy(VLAPolicy):
     family = "gaussian"
     _no_split_modules = ["Sequential"]
 
-    def __init__(self) -> None:
+    def __init__(self, ballast: int = 0) -> None:
+        """``ballast``: so many more parameters, which train and change nothing: for who measures bytes."""
         super().__init__()
         from vla3_plugin.learner.model_config import ModelCard
 
         self.config = ModelCard("gaussian")
         self.mean = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, CHUNK))
         self.value_head = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.ballast = nn.Parameter(torch.zeros(ballast)) if ballast else None
 
     def can_generate(self) -> bool:
         return False
@@ -58,6 +60,8 @@ class GaussianPolicy(VLAPolicy):
         if mean.requires_grad and bad.exists() and (left := int(bad.read_text())) > 0:
             bad.write_text(str(left - 1))
             mean.register_hook(lambda gradient: gradient * torch.nan)
+        if self.ballast is not None:
+            mean = mean + 0 * self.ballast.sum()
         distribution = torch.distributions.Normal(mean, STD)
         action = batch["trace.action"]
         return {
@@ -73,6 +77,7 @@ class GaussianPolicy(VLAPolicy):
 
     @classmethod
     def load(cls, path: Path, **_: Any) -> GaussianPolicy:
-        policy = cls()
-        policy.load_state_dict(load_file(path / "model.safetensors"))
+        state = load_file(path / "model.safetensors")
+        policy = cls(len(state.get("ballast", ())))
+        policy.load_state_dict(state)
         return policy

@@ -11,13 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Any
 
+import ray
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base.decorator import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
 
-from vla3_plugin.learner import fields
+from vla3_plugin.learner import collectives, fields
 from vla3_plugin.learner.weights import TRAINED_ONLY
 from vla3_plugin.rollout import store
 from vla3_plugin.telemetry import clock, traffic
@@ -46,6 +48,13 @@ class ActorWorker(DetachActorWorker):
         self._turn = asyncio.Condition()
         self._gradients: ThreadPoolExecutor | None = None
         self._since: float | None = None  # when what the gradient lane computes now began (monotonic)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        super().init_model()
+        nodes: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(nodes, ray.get_runtime_context().get_node_id())
+        collectives.install(nodes)  # after the model was built and broadcast: that is no traffic of a step
 
     async def _compute(self, function: Callable[..., Any], *args: Any) -> Any:
         """On the gradient lane's thread: this process answers meanwhile, fetches the next samples and publishes."""

@@ -59,15 +59,35 @@ def gradient_bytes_across(trainable: float, sharding: Sharding, wire: int = 4) -
     return 2 * (m - 1) / m * wire * trainable / sharding.per_cell
 
 
+def bytes_sent(
+    parameters: float,
+    trainable: float,
+    sharding: Sharding,
+    gathers: float = 1,
+    reductions: float = 1,
+    wire: int = 4,
+    gathered: int = 2,
+) -> tuple[float, float]:
+    """What one rank sends in a step (inside its cell, over its border), with so many all-gathers of the parameters and
+    reductions of the gradients, at ``gathered`` and ``wire`` bytes a parameter.
+
+    FSDP2 gathers once in each forward and once in each backward, so twice a micro-batch, and reduces once an update.
+    ``learner.collectives`` counts what is really sent.
+    """
+    n = sharding.per_cell
+    inside = (n - 1) / n * (reductions * wire * trainable + gathers * gathered * parameters)
+    return inside, reductions * gradient_bytes_across(trainable, sharding, wire)
+
+
 def reduce_s(
     parameters: float, trainable: float, sharding: Sharding, within: Link, between: Link, wire: int = 4
 ) -> float:
     """An optimizer step's collectives, not overlapped with computing: gradients scattered inside the cell, shards
     all-reduced across cells, and the new weights gathered inside (bf16)."""
     n, m = sharding.per_cell, sharding.cells
-    inside = (n - 1) / n * (wire * trainable + 2 * parameters)
+    inside, across = bytes_sent(parameters, trainable, sharding, wire=wire)
     seconds = within.seconds(inside, 2 * (n - 1)) if n > 1 else 0.0
-    return seconds + (between.seconds(gradient_bytes_across(trainable, sharding, wire), 2 * (m - 1)) if m > 1 else 0.0)
+    return seconds + (between.seconds(across, 2 * (m - 1)) if m > 1 else 0.0)
 
 
 def flat_reduce_s(parameters: float, trainable: float, ranks: int, per_node: int, within: Link, between: Link) -> float:

@@ -1,6 +1,7 @@
 """Bytes by plane and hop: what crossed which boundary between processes, counted where it arrives or is handed over.
 
-The data plane carries observations, actions and samples, the weight plane parameters. Each process counts for itself;
+The data plane carries observations, actions and samples, the weight plane parameters, the learner's plane what its
+ranks tell one another: parameters that are gathered, gradients that are reduced. Each process counts for itself;
 ``drain`` hands the counts out as one span of the lane ``traffic``, the way its other spans go, and the trainer sums
 them up once a step: ``traffic/data/env_to_policy`` and so on, in bytes.
 
@@ -10,6 +11,8 @@ answers), ``env_to_store`` (finished trajectories), ``store_to_learner`` (each p
 computed from, and they: no image is among it), ``store_to_checkpoint`` (samples of groups in flight).
 Of the weight plane: ``learner_to_policy``, what all policy workers received together, and ``between_nodes``, what of it
 left a node (counted where our own backend sends; nccl does not say).
+Of the learner's plane: ``ranks_within_node`` and ``ranks_between_nodes``, by the process group that a collective is of;
+how they are derived says ``learner.collectives``.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from typing import Any
 from vla3_plugin.telemetry import clock
 from vla3_plugin.telemetry.timeline import TRAFFIC_LANE, Span
 
-DATA, WEIGHTS = "data", "weights"
+DATA, WEIGHTS, LEARNER = "data", "weights", "learner"
 HOPS = {
     DATA: (
         "simulator_to_env",
@@ -36,6 +39,7 @@ HOPS = {
         "store_to_checkpoint",
     ),
     WEIGHTS: ("learner_to_policy", "between_nodes"),
+    LEARNER: ("ranks_within_node", "ranks_between_nodes"),
 }
 _PLANE = {hop: plane for plane, hops in HOPS.items() for hop in hops}
 _lock = threading.Lock()
@@ -45,7 +49,11 @@ _counted: Counter[str] = Counter()
 def count(hop: str, arrays: Mapping[str, Any] | Iterable[Any]) -> None:
     """Add the size of ``arrays`` (numpy arrays or torch tensors, by name or not) to ``hop`` of this process."""
     values = arrays.values() if isinstance(arrays, Mapping) else arrays
-    size = sum(int(value.nbytes) for value in values if hasattr(value, "nbytes"))
+    add(hop, sum(int(value.nbytes) for value in values if hasattr(value, "nbytes")))
+
+
+def add(hop: str, size: int) -> None:
+    """Add ``size`` bytes to ``hop`` of this process."""
     with _lock:
         _counted[hop] += size
 
