@@ -17,8 +17,9 @@ lint: setup
 fast: setup
 	$(BIN)/python -m pytest -q -m "not slow"
 
+# two at a time: whole runs wait, for Ray and for deadlines, more than they compute
 test: lint
-	$(BIN)/python -m pytest -q -m "not long"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not long"
 
 test-all: lint
 	$(BIN)/python -m pytest -q

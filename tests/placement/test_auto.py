@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from vla3_plugin.cli_placement import compose_recipe
 from vla3_plugin.config import parse
-from vla3_plugin.placement import auto, resolve
+from vla3_plugin.placement import auto, memory, resolve
 from vla3_plugin.placement.profile_file import EnvProfile, Hardware, PolicyProfile, Profile
 
 
@@ -22,7 +22,10 @@ def profile(name="maniskill", env_ms=50.0, train_ms=10.0):
 
 
 @pytest.fixture
-def compose(tmp_path):
+def compose(tmp_path, monkeypatch):
+    """A composed config and its parsed part, on a machine with room, whatever else this one does."""
+    monkeypatch.setattr(memory, "available_memory", lambda: memory.AvailableMemory(64 * 2**30, "machine"))
+
     def make(*overrides, file=None):
         (file or profile()).save(tmp_path / "profile.json")
         config = compose_recipe(
