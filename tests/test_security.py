@@ -62,7 +62,7 @@ from omegaconf import OmegaConf
 from vla3_plugin.launch import prepare_cluster
 prepare_cluster(OmegaConf.create({"ray_kwargs": {"ray_init": {}}}))
 import ray
-context = ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+context = ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
 @ray.remote
 def where():
     return ray.util.get_node_ip_address()

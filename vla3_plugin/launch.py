@@ -88,7 +88,8 @@ class Ready:
 def before_start(config: DictConfig) -> Ready:
     """Called by both entries between composing and starting; leaves on the first set of faults, with all of them.
 
-    First each value by itself, then what must agree, then what the machine has. Nothing is written.
+    First each value by itself, then what must agree, then what the machine has. The run directory may be in use by
+    another run: nothing in it is changed.
     """
     from vla3_plugin import config_cross, config_verl
 

@@ -121,6 +121,15 @@ def test_on_a_gpu_tensors_leave_host_memory_and_simulators_stay():
     assert gpu["host"] == cpu["parts"]["simulators"]["bytes"] + cpu["parts"]["processes"]["bytes"]
 
 
+def test_with_vllm_the_module_and_what_arrives_stay_in_host_memory():
+    parts = estimate(parameters=1000, policy_workers=2, device="cuda", through_vllm=True)["parts"]
+    assert [parts[name]["where"] for name in ("policy weights", "policy receive buffer", "vllm")] == [
+        "host", "host", "device"
+    ]  # fmt: skip
+    assert parts["vllm"]["bytes"] == 8000
+    assert "vllm" not in estimate(parameters=1000, policy_workers=2, device="cuda")["parts"]
+
+
 @given(
     st.integers(1, 10**10),
     st.integers(1, 8),

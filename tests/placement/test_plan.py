@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vla3_plugin.cli import main
-from vla3_plugin.placement.plan import candidates, estimate, format_plans, plan, scaled_down
+from vla3_plugin.placement.plan import candidates, estimate, format_plans, plan, scaled_down, settings_of
 from vla3_plugin.placement.plan_costs import (
     Link,
     Sharding,
@@ -125,6 +125,13 @@ def test_a_shared_device_holds_learner_and_replica_together():
     """Nothing that the planner prints offloads one while the other works."""
     both = replica_bytes(3e9) + state_bytes(3e9, 3e8, 8)  # 12 GB and 2 GB
     assert min(c.device_gb for c in candidates(profile(), 8, 1, 64) if c.mode == "collocated") > both / 1e9
+
+
+def test_a_collocated_plan_over_nodes_is_given_out_with_the_sharding_it_was_reckoned_with():
+    shared = next(c for c in candidates(profile(), 16, 2, 128) if c.mode == "collocated")
+    assert settings_of(shared)["actor_rollout_ref.actor.fsdp_config.fsdp_size"] == 8
+    alone = next(c for c in candidates(profile(), 8, 1, 64) if c.mode == "collocated")
+    assert "actor_rollout_ref.actor.fsdp_config.fsdp_size" not in settings_of(alone)
 
 
 def test_a_part_of_a_large_cluster_stands_for_the_whole():

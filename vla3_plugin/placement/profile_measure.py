@@ -68,7 +68,7 @@ def measure_policy(
     """Inference, training and publication of a loaded policy, ``seconds`` a point.
 
     Raises:
-        ValueError: fewer than two batch sizes: there is no line through one point.
+        ValueError: fewer than two batch sizes: there is no line through one point; a policy that vLLM samples.
     """
     import torch
 
@@ -77,6 +77,10 @@ def measure_policy(
     for name, sizes in (("batches", batches), ("micro_batches", micro_batches)):
         if len(set(sizes)) < 2:
             raise ValueError(f"{name}: {list(sizes)}, expected at least two different sizes")
+    if getattr(getattr(policy, "policy", None), "rollout_backend", "in_process") == "vllm":
+        raise ValueError(
+            "policy.rollout_backend: 'vllm', which is not measured; set policy.rollout_backend: in_process"
+        )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     served = ServedPolicy(policy, device)
 
@@ -119,6 +123,7 @@ def measure_policy(
     if shares:  # what the parts say of the whole
         said = [sum(lines[n][0] + lines[n][1] * p[0] for n in ("prefix", *["step"] * steps)) for p in points["whole"]]
         residual["whole"] = max(abs(s - p[1]) / p[1] for s, p in zip(said, points["whole"], strict=True))
+    memory_gb = torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else 0.0  # before training adds its own
     inputs, keys = rows(max(micro_batches))
     answer = served.act(inputs, keys, "train")
     stored = inputs | {name: value for name, value in answer.items() if name != "actions"}
@@ -139,7 +144,7 @@ def measure_policy(
         publish_ms=_publication(policy, seconds),
         sample_bytes=int(sample_bytes),
         dtype=str(parameters[0].dtype).removeprefix("torch."),
-        memory_gb=torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else 0.0,
+        memory_gb=memory_gb,
         points=points,
         residual={name: round(value, 4) for name, value in residual.items()},
     )

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicCache
 
 from vla3_plugin.policies import openvla_vllm, tokens
 from vla3_plugin.policies.base import ActionChunk, NoiseKey
-from vla3_plugin.policies.openvla_base import TokenPolicy
+from vla3_plugin.policies.openvla_base import TokenPolicy, check_request
 from vla3_plugin.policies.openvla_config import TokenSettings
 from vla3_plugin.policies.prismatic import last_real
 
@@ -43,9 +43,10 @@ class OpenVLAPolicy(TokenPolicy):
     def act(
         self, inputs: dict[str, Tensor], noise_keys: Sequence[NoiseKey], mode: Literal["train", "eval"]
     ) -> ActionChunk:
-        if self.sampler is not None:
-            return self.sampler.act(inputs, noise_keys, mode)
-        return super().act(inputs, noise_keys, mode)
+        if self.sampler is None:
+            return super().act(inputs, noise_keys, mode)
+        check_request(inputs, noise_keys, mode)
+        return self.sampler.act(inputs, noise_keys, mode)
 
     def _decode(self, inputs: dict[str, Tensor], gumbel: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         none = inputs["input_ids"][:, :0]

@@ -37,6 +37,13 @@ class TokenValueHead(nn.Module):
         return value if value.dtype == torch.float64 else value.float()
 
 
+def check_request(inputs: dict[str, Tensor], noise_keys: Sequence[NoiseKey], mode: str) -> None:
+    if mode not in ("train", "eval"):
+        raise ValueError(f"mode is {mode!r}, expected train or eval")
+    if len(noise_keys) != len(inputs["input_ids"]):
+        raise ValueError(f"{len(noise_keys)} noise keys for a batch of {len(inputs['input_ids'])}")
+
+
 class TokenPolicy(VLAPolicy):
     """See ``VLAPolicy``. Inputs: ``pixels`` uint8 [B, cameras, H, W, 3] as the simulator gave them, ``input_ids`` and
     ``attention_mask`` int64 [B, tokens], whose first token is real. Trace: ``ids`` int64 [B, C, A], the vocabulary's
@@ -82,10 +89,7 @@ class TokenPolicy(VLAPolicy):
     def act(
         self, inputs: dict[str, Tensor], noise_keys: Sequence[NoiseKey], mode: Literal["train", "eval"]
     ) -> ActionChunk:
-        if mode not in ("train", "eval"):
-            raise ValueError(f"mode is {mode!r}, expected train or eval")
-        if len(noise_keys) != len(inputs["input_ids"]):
-            raise ValueError(f"{len(noise_keys)} noise keys for a batch of {len(inputs['input_ids'])}")
+        check_request(inputs, noise_keys, mode)
         device = next(self.parameters()).device
         inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}
         gumbel, bins = None, self.network.sizes.bins

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -62,7 +63,7 @@ def save(policy: TokenPolicy, path: Path, state: dict[str, Tensor] | None, dtype
         policy.state_dict() if state is None else state,
         family=policy.family,
         preset=policy.preset,
-        settings=policy.policy,
+        settings=replace(policy.policy, rollout_backend="in_process", rollout_options={}),  # where it runs is a run's
         model=policy.network.sizes.to_dict(),
         processing=policy.processing,
         dtype=dtype,

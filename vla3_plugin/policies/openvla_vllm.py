@@ -1,6 +1,6 @@
 """vLLM's own OpenVLA as what samples in a policy worker (``policy.rollout_backend: vllm``).
 
-The policy's module stays on the CPU: publications arrive and are verified there, and go to vLLM from there. vLLM runs
+The policy's module stays in host memory: publications are kept and verified there, and go to vLLM from there. vLLM runs
 vision towers and language model; prompt, pixels, tokens and actions stay the module's. It hands out no hidden states,
 so there are no values: GRPO and evaluation can use it, PPO cannot. Greedily it answers as the module does; sampling
 draws other numbers from the same noise keys.
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -27,9 +28,11 @@ from vla3_plugin.policies.noise import keyed_seed
 from vla3_plugin.policies.openvla_prompts import OpenVLAPrompts
 from vla3_plugin.policies.presets import PRESETS
 from vla3_plugin.policies.prompts import FILE
+from vla3_plugin.profile import has_gpu
 
 if TYPE_CHECKING:
     from vla3_plugin.policies.openvla_base import TokenPolicy
+    from vla3_plugin.policies.openvla_config import TokenSettings
     from vla3_plugin.policies.openvla_processing import OpenVLAProcessing
 
 TESTED = "0.27.1"  # takes the torch and the transformers that this package is tested with
@@ -38,6 +41,15 @@ IMAGE, PATCH = 224, 14  # the only towers that vLLM's class builds
 MEANS = [[0.484375, 0.455078125, 0.40625], [0.5, 0.5, 0.5]]
 STDS = [[0.228515625, 0.2236328125, 0.224609375], [0.5, 0.5, 0.5]]
 ROUNDED = 2e-3
+COLDEST = 0.01  # vLLM samples at no lower temperature
+OURS: dict[str, Any] = {
+    "load_format": "dummy",
+    "limit_mm_per_prompt": {"image": 1},
+    "logprobs_mode": "processed_logprobs",  # among the action tokens, at the sampling temperature
+    # both would keep what older weights computed
+    "enable_prefix_caching": False,
+    "mm_processor_cache_gb": 0,
+}
 
 
 class VllmSampler:
@@ -45,6 +57,12 @@ class VllmSampler:
 
     def __init__(self, policy: TokenPolicy, options: dict[str, Any]) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are handed over by reference
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # GPUs would get another than the one tested
+        if not dist.is_initialized():  # vLLM's own group, of this one process, would listen on every interface
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if has_gpu() else "gloo", rank=0, world_size=1, store=dist.HashStore()
+            )
         from vllm import LLM
 
         self.policy = policy
@@ -56,15 +74,11 @@ class VllmSampler:
                 **{
                     "dtype": str(policy.dtype).removeprefix("torch."),
                     "max_model_len": longest,
+                    "gpu_memory_utilization": 0.5,  # there are simulators, and buffers of the weights that arrive
                     "generation_config": "vllm",
                     **options,
+                    **OURS,
                     "model": directory,
-                    "load_format": "dummy",
-                    "limit_mm_per_prompt": {"image": 1},
-                    "logprobs_mode": "processed_logprobs",  # among the action tokens, at the sampling temperature
-                    # both would keep what older weights computed
-                    "enable_prefix_caching": False,
-                    "mm_processor_cache_gb": 0,
                 }
             )
         self.load()
@@ -78,7 +92,7 @@ class VllmSampler:
     def act(
         self, inputs: dict[str, Tensor], noise_keys: Sequence[NoiseKey], mode: Literal["train", "eval"]
     ) -> ActionChunk:
-        """See ``VLAPolicy.act``; values are zeros."""
+        """See ``VLAPolicy.act``; values are zeros, or not finite where the weights are not."""
         from vllm import SamplingParams
 
         sizes, record = self.policy.network.sizes, self.policy.processing
@@ -106,7 +120,7 @@ class VllmSampler:
         ids = torch.tensor([list(answer.token_ids) for answer in answers])[:, None]
         rows = [zip(answer.logprobs, answer.token_ids, strict=True) for answer in answers]
         logprob = torch.tensor([[step[token].logprob for step, token in row] for row in rows])[:, None]
-        actions, value = record.token_actions(ids - sizes.first_token), torch.zeros(len(ids), 1)
+        actions, value = record.token_actions(ids - sizes.first_token), 0 * logprob.sum((1, 2))[:, None]
         if mode == "eval":
             return ActionChunk(actions, torch.zeros_like(logprob), value)
         return ActionChunk(actions, logprob, value, {"ids": ids})
@@ -118,16 +132,32 @@ def check(policy: TokenPolicy) -> None:
     Raises:
         ValueError: it is not installed, or its OpenVLA is not this network.
     """
-    if (fault := _missing() or _other_input(policy.processing) or _other_network(policy)) is not None:
+    faults = _missing(), _other_settings(policy.policy), _other_input(policy.processing), _other_network(policy)
+    if (fault := next(filter(None, faults), None)) is not None:
         raise ValueError(f"policy.rollout_backend is 'vllm': {fault}; or set policy.rollout_backend: in_process")
 
 
 def _missing() -> str | None:
     if importlib.util.find_spec("vllm") is None:
         return f"vllm is not installed: pip install vllm=={TESTED} timm on the GPU machines"
-    if importlib.util.find_spec("vllm.model_executor.models.openvla") is None:
+    found = importlib.util.find_spec("vllm")  # not its submodules: that would import it, here and in every learner
+    roots = (found.submodule_search_locations if found is not None else None) or []
+    if not any(Path(root, "model_executor", "models", "openvla.py").is_file() for root in roots):
         return f"the installed vllm has no OpenVLA: pip install vllm=={TESTED}"
     return None if importlib.util.find_spec("timm") else "vllm's OpenVLA needs timm: pip install timm"
+
+
+def _other_settings(settings: TokenSettings) -> str | None:
+    options = settings.rollout_options
+    if taken := sorted({*OURS, "model"} & set(options)):
+        return f"rollout_options.{taken[0]} is set by the policy worker: leave it out"
+    if several := [key for key, value in options.items() if key.endswith("parallel_size") and value != 1]:
+        return (
+            f"rollout_options.{several[0]} is {options[several[0]]}: a policy worker is one process, so leave it at 1"
+        )
+    if settings.temperature < COLDEST:
+        return f"vllm samples at a temperature of {COLDEST} or more, policy.temperature is {settings.temperature}"
+    return None
 
 
 def _other_input(record: OpenVLAProcessing) -> str | None:
@@ -158,13 +188,15 @@ def _describe(policy: TokenPolicy, directory: Path) -> None:
     assert isinstance(prompts, OpenVLAPrompts)
     text = copy.deepcopy(policy.network.config).to_dict()
     text = {key: value for key, value in text.items() if not key.startswith("_")}
+    exact = {"head_dtype": "float32"}  # as ``prismatic.OutputHead``; vLLM reads it in either place
     config = {
+        **exact,
         "architectures": ["OpenVLAForActionPrediction"],
         "model_type": "openvla",
         "image_sizes": [IMAGE, IMAGE],
         "image_token_index": sizes.end_token,  # of the padding, which no prompt holds
         "n_action_bins": sizes.bins,
-        "text_config": {**text, "architectures": ["LlamaForCausalLM"]},
+        "text_config": {**text, **exact, "architectures": ["LlamaForCausalLM"]},
         "torch_dtype": str(policy.dtype).removeprefix("torch."),
     }
     (directory / "config.json").write_text(json.dumps(config))

@@ -65,11 +65,15 @@ class PolicyServer(BaseRollout):
             WeightError: names or shapes differ from the policy's, or it has only what trains and this replica holds
                 nothing yet; the old version stays in place.
         """
-        with self.timeline.span("weights", "receive", version=global_steps):
-            # verl's engines hand out views of buffers that they fill again
-            state = {name: tensor.detach().clone() async for name, tensor in ensure_async_iterator(weights)}
-        traffic.count("learner_to_policy", state)
         expected = self.served.policy.state_dict()
+        with self.timeline.span("weights", "receive", version=global_steps):
+            # copies: verl's engines hand out views of buffers that they fill again; where the module is: it may be kept
+            # in host memory to leave the device to what samples
+            state = {
+                name: tensor.detach().to(expected[name].device if name in expected else "cpu", copy=True)
+                async for name, tensor in ensure_async_iterator(weights)
+            }
+        traffic.count("learner_to_policy", state)
         partial = state.pop(TRAINED_ONLY, None) is not None
         if partial and self.served.version < 0:
             raise WeightError(f"version {global_steps} has only what trains, and this replica holds nothing yet")
@@ -84,6 +88,7 @@ class PolicyServer(BaseRollout):
         def swap() -> None:
             with self.timeline.span("weights", "swap", version=global_steps):
                 self.served.policy.load_state_dict(state, strict=not partial)
+                self.served.version = -1  # of no use should what samples not take them
                 self.served.policy.renewed()
                 self.served.version = -1 if global_steps is None else global_steps
 

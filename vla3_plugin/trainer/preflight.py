@@ -148,13 +148,15 @@ def _stages(vla3: VLA3Config) -> str:
 def _memory(config: Any, vla3: VLA3Config, policy: dict[str, Any]) -> dict[str, Any]:
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     slots = vla3.env.shards_per_worker * vla3.env.envs_per_shard
+    through_vllm = config_cross.samples_through_vllm(config)
     return memory.estimate(
         parameters=int(policy["parameters"]),
         trainable=int(policy.get("trainable", policy["parameters"])),
         actor_workers=config.trainer.n_gpus_per_node * config.trainer.nnodes,
         policy_workers=rollout.n_gpus_per_node * rollout.nnodes,
         reference=vla3.algorithm.kl_beta > 0,
-        evaluation_copy=config_cross.evaluation_overlaps(vla3) and config.trainer.test_freq > 0,
+        evaluation_copy=config_cross.evaluation_overlaps(vla3, through_vllm) and config.trainer.test_freq > 0,
+        through_vllm=through_vllm,
         micro_batch=actor.ppo_micro_batch_size_per_gpu,
         policy_batch=slots,
         checkpointing=config.actor_rollout_ref.model.enable_gradient_checkpointing,
