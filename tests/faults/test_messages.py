@@ -23,8 +23,8 @@ LOST = {"CoreWorkerService.grpc_client.PushTask": {"num_failures": 1, "req_failu
 def test_lost_messages_cost_a_restart_at_most_and_no_episode(start_run, line, tmp_path, mode):
     directory = tmp_path / "run"
     process, tag, log = start_run(
-        directory, *line, *mode_overrides(mode), "trainer.total_training_steps=12", "trainer.val_before_train=false",
-        "trainer.save_freq=2", "vla3.max_restarts=20", "vla3.max_worker_restarts=50", "vla3.heartbeat_s=15",
+        directory, *line, *mode_overrides(mode), "trainer.total_training_steps=6", "trainer.val_before_train=false",
+        "trainer.save_freq=1", "vla3.max_restarts=20", "vla3.max_worker_restarts=50", "vla3.heartbeat_s=15",
         RAY_testing_rpc_failure=json.dumps(LOST),
     )  # fmt: skip
     try:
@@ -33,9 +33,9 @@ def test_lost_messages_cost_a_restart_at_most_and_no_episode(start_run, line, tm
         assert process.returncode == 0, said[-3000:]
         assert "Unavailable" in said or "unavailable" in said, "nothing was lost, so nothing was tested"
         assert wait_for(lambda: not marked(tag), 30), [p.cmdline()[:3] for p in marked(tag)]
-        account = read_ledger(directory, last_step=12)
-        assert sorted(account.trained) == list(range(1, 13)) and account.twice == []
-        state = json.loads((directory / "checkpoints" / "global_step_12" / "trainer.json").read_text())["admission"]
+        account = read_ledger(directory, last_step=6)
+        assert sorted(account.trained) == list(range(1, 7)) and account.twice == []
+        state = json.loads((directory / "checkpoints" / "global_step_6" / "trainer.json").read_text())["admission"]
         known = account.groups | {*state["replay"], *state["dropped_groups"]}
         assert known == set(range(state["next_group"])), "none skipped"
     finally:
