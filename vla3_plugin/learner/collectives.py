@@ -11,9 +11,9 @@ A group whose ranks live on several nodes counts as between nodes, all of it. Wi
 shards go between nodes, everything else stays on one.
 
 Seen are all-gathers, reduce-scatters, all-reduces and broadcasts called from Python, at the methods of ``ProcessGroup``
-(FSDP, the counts of the loss) and at the functional collectives that DTensors use (the gradient's norm, weights gathered
-for a publication or a checkpoint). Not seen are other collectives, which nothing here calls, and what C++ starts by
-itself: DDP's reducer, collectives inside a compiled graph. The hooks of FSDP2 stay outside of those.
+(FSDP, the counts of the loss) and at the functional collectives that DTensors use (the gradient's norm, weights
+gathered for a publication or a checkpoint). Not seen are other collectives, which nothing here calls, and what C++
+starts by itself: DDP's reducer, collectives inside a compiled graph. The hooks of FSDP2 stay outside of those.
 """
 
 from __future__ import annotations
