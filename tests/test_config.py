@@ -159,6 +159,7 @@ def agreeing(**changes):
             r"train_batch_size: 400 episodes, of 3 steps at once .*total_storage_size = 1000",
         ),
         ({"actor_rollout_ref__actor__strategy": "fsdp"}, {}, "cannot shard CPU parameters; use fsdp2"),
+        ({"actor_rollout_ref__actor__strategy": "megatron"}, {}, "fsdp_config: .*with model_engine=megatron"),
         ({"actor_rollout_ref__rollout__checkpoint_engine__backend": "nccl"}, {}, "'nccl' needs an accelerator"),
         ({"actor_rollout_ref__rollout__n_gpus_per_node": 3}, {}, r"vla3\.env\.workers: 1 for 3 policy workers"),
         (

@@ -87,6 +87,18 @@ def test_main_ppo_takes_the_same_recipes_and_overrides(tmp_path):
         (["recipe=vla3_maniskill", "actor_rollout_ref.model.path=/nowhere"], "actor_rollout_ref.model.path"),
         (["recipe=vla3_maniskill", "+actor_rollout_ref.model.options.noise=1"], "'noise' is not a setting of pi0"),
         (["recipe=vla3_maniskill", "actor_rollout_ref.actor.strategy=fsdp"], "cannot shard CPU parameters; use fsdp2"),
+        (
+            [
+                "recipe=vla3_maniskill",
+                "model_engine=megatron",
+                "actor_rollout_ref.actor.megatron.context_parallel_size=2",
+            ],
+            "actor_rollout_ref.actor.megatron.context_parallel_size: 2, expected 1: every learner rank holds the whole",
+        ),
+        (
+            ["recipe=vla3_maniskill", "actor_rollout_ref.actor.strategy=megatron"],
+            "strategy: 'megatron', expected one of",
+        ),
         (["recipe=vla3_maniskill", "vla3.env.shards_per_worker=500"], "vla3.env.shards_per_worker: 500"),
         (["recipe=vla3_maniskill", "trainer.total_training_steps=0"], "trainer.total_training_steps: 0"),
     ],

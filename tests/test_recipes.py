@@ -6,7 +6,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from vla3_plugin import config_cross, config_verl
+from vla3_plugin import config_cross, config_megatron, config_verl
 from vla3_plugin.config import parse
 from vla3_plugin.policies.env_records import env_record_names
 from vla3_plugin.policies.presets import PRESETS
@@ -54,6 +54,23 @@ def test_every_recipe_is_valid_in_both_profiles(composed, recipe, profile):
     assert config_cross.faults(config, vla3) == []
     assert config_cross.notes(config, vla3) == []
     assert config.trainer.experiment_name == recipe
+
+
+@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_every_recipe_is_valid_with_megatron(monkeypatch, recipe, profile):
+    import verl  # noqa: F401  loads the plugin
+    from hydra import compose, initialize_config_module
+
+    monkeypatch.setattr(config_megatron, "missing", lambda: None)  # installed or not
+    monkeypatch.setenv("VLA3_PROFILE", profile)
+    monkeypatch.setenv("VLA3_MODEL_ENGINE", "megatron")  # what the command line says in a run
+    device = {"cpu": "cpu", "gpu": "cuda"}[profile]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", [f"+recipe={recipe}", "model_engine=megatron", f"trainer.device={device}"])
+    assert config_verl.faults(config) == [] == config_cross.faults(config, parse(config.vla3))
+    actor = config.actor_rollout_ref.actor
+    assert actor.strategy == config.actor_rollout_ref.ref.strategy == "megatron" and "fsdp_config" not in actor
 
 
 def test_every_family_has_a_recipe_for_every_simulator():

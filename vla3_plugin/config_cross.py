@@ -47,6 +47,11 @@ def _device_faults(config: Any) -> list[str]:
     actor, engine = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.checkpoint_engine
     if config.trainer.device == "cpu" and actor.strategy == "fsdp":
         found.append("actor_rollout_ref.actor.strategy: 'fsdp' cannot shard CPU parameters; use fsdp2")
+    if actor.strategy == "megatron" and actor.get("fsdp_config"):
+        found.append(
+            f"actor_rollout_ref.actor.fsdp_config: {', '.join(actor.fsdp_config)} with model_engine=megatron, which "
+            "shards no parameters, in cells or elsewhere; leave it out, or use model_engine=dp"
+        )
     if config.trainer.device == "cpu" and engine.backend != "vla3_gloo":
         found.append(
             f"actor_rollout_ref.rollout.checkpoint_engine.backend: {engine.backend!r} needs an accelerator; use "
@@ -65,7 +70,7 @@ def _stage_faults(config: Any, vla3: VLA3Config) -> list[str]:
             f"has {groups}; use at most {groups}"
         )
     for key in ("param_offload", "optimizer_offload"):
-        if streaming and actor.fsdp_config.get(key):
+        if streaming and (actor.get("fsdp_config") or {}).get(key):  # megatron's are refused anyway
             found.append(
                 f"actor_rollout_ref.actor.fsdp_config.{key}: true with vla3.stages.streaming.enabled: what is "
                 "offloaded between updates cannot take a micro-batch at any time; turn one of them off"

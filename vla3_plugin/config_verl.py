@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import traceback
 from collections.abc import Iterator
 from functools import cache
@@ -18,7 +19,9 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from vla3_plugin import config_megatron
 from vla3_plugin.config_checks import COUNT, NATURAL, NOT_NEGATIVE, POSITIVE, Range, choice_fault, show, text_faults
+from vla3_plugin.profile import ENGINE
 
 _NODES = Range(0, 10**5, above=True)
 _PERIOD = Range(-1, 2**31 - 1)
@@ -31,7 +34,6 @@ WHOLE: dict[str, Range] = {
     "trainer.test_freq": _PERIOD,
     "data.train_batch_size": COUNT,
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": COUNT,
-    "actor_rollout_ref.actor.fsdp_config.fsdp_size": Range(-1, 10**5),
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": COUNT,
     "actor_rollout_ref.rollout.nnodes": _NODES,
     "actor_rollout_ref.rollout.n_gpus_per_node": _NODES,
@@ -52,22 +54,31 @@ NUMBERS: dict[str, Range] = {
     "actor_rollout_ref.model.lora_alpha": POSITIVE,
 }
 _FLOATS = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16")
+ENGINES = ("dp", "megatron")  # verl's group model_engine; dp: FSDP
 CHOICES: dict[str, tuple[Any, ...]] = {
+    "model_engine": ENGINES,
     "trainer.device": ("cpu", "cuda", "npu"),
     "trainer.resume_mode": ("disable", "auto", "resume_path"),
     "trainer.use_v1": (True,),
     "trainer.v1.trainer_mode": ("vla3",),
     "critic.enable": (False,),
     "actor_rollout_ref.hybrid_engine": (False,),
-    "actor_rollout_ref.actor.strategy": ("fsdp2", "fsdp"),
     "actor_rollout_ref.actor.use_dynamic_bsz": (False,),
-    "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype": _FLOATS,
-    "actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype": _FLOATS,
-    "actor_rollout_ref.actor.fsdp_config.model_dtype": _FLOATS,
     "actor_rollout_ref.rollout.name": ("vla3",),
     "actor_rollout_ref.rollout.tensor_model_parallel_size": (1,),  # a policy worker holds the whole policy
     "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module": ("vla3_plugin.learner.weights",),
     "transfer_queue.backend.storage_backend": ("SimpleStorage",),
+}
+_DP_WHOLE = {"actor_rollout_ref.actor.fsdp_config.fsdp_size": Range(-1, 10**5)}
+_DP_CHOICES: dict[str, tuple[Any, ...]] = {
+    "actor_rollout_ref.actor.strategy": ("fsdp2", "fsdp"),
+    "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype": _FLOATS,
+    "actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype": _FLOATS,
+    "actor_rollout_ref.actor.fsdp_config.model_dtype": _FLOATS,
+}
+_MEGATRON_CHOICES: dict[str, tuple[Any, ...]] = {
+    "actor_rollout_ref.model.enable_activation_offload": (False,),
+    "actor_rollout_ref.model.lora.merge": (True,),  # adapters are published merged
 }
 _FREE = ("ray_kwargs.ray_init", "actor_rollout_ref.model.options")  # anything may stand below
 _BUILT = ("actor", "rollout", "model")  # below actor_rollout_ref: what verl turns into dataclasses
@@ -82,7 +93,8 @@ def faults(config: DictConfig) -> list[str]:
     except (OmegaConfBaseException, RecursionError, ValueError):
         return list(_unresolved(config))
     plain.pop("vla3", None)
-    found = _shape_faults(plain, defaults())
+    engine = "megatron" if plain.get("model_engine") == "megatron" else "dp"  # another is a fault of its own
+    found = _shape_faults(plain, defaults(engine))
     wrong = {line.split(":", 1)[0] for line in found}
     found += [line for line in _value_faults(plain) if line.split(":", 1)[0] not in wrong]
     found += text_faults({k: v for k, v in plain.items() if k != "hydra"}, "")
@@ -90,18 +102,27 @@ def faults(config: DictConfig) -> list[str]:
 
 
 @cache
-def defaults() -> dict[str, Any]:
-    """verl's defaults with a recipe of ours over them: which keys there are, and what kind of value each has."""
+def defaults(engine: str = "dp") -> dict[str, Any]:
+    """verl's defaults with a recipe of ours over them: which keys there are, and what kind of value each has.
+
+    Args:
+        engine: the choice of verl's group ``model_engine``.
+    """
     from hydra import compose, initialize_config_module
     from hydra.core.global_hydra import GlobalHydra
 
+    chosen = os.environ.get(ENGINE)
+    os.environ[ENGINE] = engine
     running = GlobalHydra.instance()
     before, running.hydra = running.hydra, None  # this may be called from inside a program that Hydra has started
     try:
         with initialize_config_module("verl.trainer.config", version_base=None):
-            config = compose("ppo_trainer", overrides=["+recipe=vla3_latency"])
+            config = compose("ppo_trainer", overrides=["+recipe=vla3_latency", f"model_engine={engine}"])
     finally:
         running.hydra = before
+        os.environ.pop(ENGINE)
+        if chosen is not None:
+            os.environ[ENGINE] = chosen
     plain: Any = OmegaConf.to_container(config, resolve=True)
     del plain["vla3"]
     return plain
@@ -167,13 +188,19 @@ def _kind(value: Any) -> str:
 
 def _value_faults(plain: dict[str, Any]) -> list[str]:
     found: list[str | None] = []
-    for key, allowed in WHOLE.items():
+    dp = plain.get("model_engine") != "megatron"
+    for key, allowed in (WHOLE | _DP_WHOLE if dp else WHOLE).items():
         value = select(plain, key)
         whole = isinstance(value, int) and not isinstance(value, bool)
         fault = allowed.fault(key, value) if whole else f"{key}: {show(value)}, expected a whole number, {allowed.text}"
         found.append(fault)
     found += [allowed.fault(key, select(plain, key)) for key, allowed in NUMBERS.items()]
-    found += [choice_fault(key, select(plain, key), choices) for key, choices in CHOICES.items()]
+    choices_now = CHOICES | (_DP_CHOICES if dp else _MEGATRON_CHOICES)
+    found += [choice_fault(key, select(plain, key), choices) for key, choices in choices_now.items()]
+    if not dp:
+        actor, ref = (f"actor_rollout_ref.{role}" for role in ("actor", "ref"))  # the second follows the first
+        refused = config_megatron.faults(select(plain, actor), actor) or config_megatron.faults(select(plain, ref), ref)
+        found += [config_megatron.missing(), *refused]
     value_lr = select(plain, "actor_rollout_ref.model.value_lr")
     if value_lr is not None:
         found.append(POSITIVE.fault("actor_rollout_ref.model.value_lr", value_lr))
@@ -214,7 +241,7 @@ def _build_faults(config: DictConfig) -> list[str]:
     for name in _BUILT:
         key = f"actor_rollout_ref.{name}"
         try:
-            importlib.import_module(select(defaults(), f"{key}._target_").rpartition(".")[0])
+            importlib.import_module(select(defaults(config.model_engine), f"{key}._target_").rpartition(".")[0])
             omega_conf_to_dataclass(OmegaConf.select(config, key))
         except Exception as error:  # whatever a constructor raises
             cause: BaseException = error

@@ -17,6 +17,7 @@ def _load() -> None:
     hooks.apply_patches()
     hooks.after_import("verl.trainer.ppo.v1", "vla3_plugin.trainer.trainer")
     hooks.after_import("verl.workers.engine", "vla3_plugin.learner.engine_fsdp")
+    hooks.after_import("verl.workers.engine", "vla3_plugin.learner.engine_megatron")
     hooks.after_import("verl.trainer.ppo.core_algos", "vla3_plugin.trainer.registration")
     from vla3_plugin.learner import platform_cpu
 

@@ -8,7 +8,7 @@ import os
 import sys
 
 PROFILES = ("cpu", "gpu")
-_OVERRIDE = "vla3.profile="
+ENGINE = "VLA3_MODEL_ENGINE"
 
 
 def has_gpu() -> bool:
@@ -19,10 +19,22 @@ def has_gpu() -> bool:
 
 def requested_profile(argv: list[str] | None = None) -> str:
     """``auto``, ``cpu`` or ``gpu``: the command line's ``vla3.profile=``, else ``VLA3_PROFILE``, else ``auto``."""
+    return _given("vla3.profile", argv) or os.environ.get("VLA3_PROFILE", "auto")
+
+
+def engine_choice(argv: list[str] | None = None) -> str:
+    """verl's ``model_engine``, which a recipe cannot see while Hydra composes it: whose keys our configs set.
+
+    The command line's ``model_engine=``, else ``VLA3_MODEL_ENGINE`` (for programs that compose), else verl's ``dp``.
+    """
+    return _given("model_engine", argv) or os.environ.get(ENGINE, "dp")
+
+
+def _given(key: str, argv: list[str] | None) -> str | None:
     for argument in reversed(sys.argv[1:] if argv is None else argv):
-        if argument.lstrip("+").startswith(_OVERRIDE):
+        if argument.lstrip("+").startswith(f"{key}="):
             return argument.split("=", 1)[1].strip("'\"")
-    return os.environ.get("VLA3_PROFILE", "auto")
+    return None
 
 
 def resolve_profile() -> str:
@@ -56,5 +68,6 @@ def register_resolvers() -> None:
     from omegaconf import OmegaConf
 
     OmegaConf.register_new_resolver("vla3_profile", resolve_profile, replace=True)
+    OmegaConf.register_new_resolver("vla3_engine", engine_choice, replace=True)
     OmegaConf.register_new_resolver("vla3_policy", policy_choice, replace=True)
     OmegaConf.register_new_resolver("vla3_device", lambda: "cuda" if has_gpu() else "cpu", replace=True)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from vla3_plugin.learner import collectives, engine_fsdp
+from vla3_plugin.learner import collectives, engine_common, engine_fsdp
 from vla3_plugin.placement.plan_costs import Sharding, bytes_sent
 from vla3_plugin.telemetry import traffic
 
@@ -62,7 +62,7 @@ def rank_of_two_cells(rank, directory):
     engine.optimizer_step()
     found["norm"] = counted()
     for parameter in engine.module.parameters():
-        engine_fsdp._full(parameter)
+        engine_common.full(parameter)
     found["weights"] = counted()
     ones = torch.ones(4)
     dist.all_reduce(ones)

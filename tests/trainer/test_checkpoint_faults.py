@@ -224,6 +224,17 @@ def test_a_save_that_fails_is_told_and_the_run_goes_on(tmp_path, error):
     assert "global_step_1" in note and "goes on" in note and "MB free" in note
 
 
+def test_under_megatron_it_is_the_optimizers_file_that_every_rank_must_leave(tmp_path):
+    config = trainer(tmp_path, 1, ranks=2).config
+    config.actor_rollout_ref.actor.strategy = "megatron"
+    for name in ("model_world_size_2_rank_0.pt", "optim_world_size_2_rank_0.pt"):
+        (tmp_path / name).write_text("of rank 0")
+    with pytest.raises(checkpoint.CheckpointError, match=r"optim_world_size_2_rank_1\.pt: learner rank 1"):
+        checkpoint_state.check_shards(tmp_path, config)
+    (tmp_path / "optim_world_size_2_rank_1.pt").write_text("of rank 1")
+    checkpoint_state.check_shards(tmp_path, config)
+
+
 def test_the_last_save_of_a_run_must_not_fail(tmp_path):
     with pytest.raises(checkpoint.CheckpointError, match="checkpoint of step 3 .* there is none yet"):
         checkpoint_state.save(trainer(tmp_path, 3, FULL))

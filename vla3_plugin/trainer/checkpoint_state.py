@@ -28,6 +28,8 @@ BINDING = (
     "vla3.algorithm.group_size",
     "actor_rollout_ref.actor.strategy",
     "actor_rollout_ref.actor.fsdp_config.fsdp_size",
+    "actor_rollout_ref.actor.megatron.use_distributed_optimizer",
+    "actor_rollout_ref.actor.megatron.override_ddp_config",
     "actor_rollout_ref.model.lora_rank",
     "trainer.n_gpus_per_node * trainer.nnodes",
 )
@@ -155,11 +157,11 @@ def check_shards(directory: Path, config: Any) -> None:
     Raises:
         CheckpointError: one has not; the message names it.
     """
-    if not str(config.actor_rollout_ref.actor.strategy).startswith("fsdp"):
-        return
+    # under megatron the model is rank 0's to write
+    kind = "optim" if config.actor_rollout_ref.actor.strategy == "megatron" else "model"
     ranks = _ranks(config)
     for rank in range(ranks):
-        file = directory / f"model_world_size_{ranks}_rank_{rank}.pt"
+        file = directory / f"{kind}_world_size_{ranks}_rank_{rank}.pt"
         if not file.is_file():
             raise CheckpointError(
                 f"{file}: learner rank {rank} has written it elsewhere; trainer.default_local_dir must be on a file "
