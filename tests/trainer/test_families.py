@@ -56,6 +56,19 @@ def test_pi05_trains_with_ppo_on_maniskill_on_three_clocks(launch, tmp_path):
 
 @needs("mani_skill")
 @pytest.mark.long
+def test_pi05_trains_under_megatron_and_is_resumed(launch, tmp_path):
+    pytest.importorskip("megatron.core")
+    line = [*SHORT, *PICKCUBE, "model_engine=megatron"]
+    run = launch(tmp_path / "run", *line, recipe="vla3_maniskill_pi05")
+    check(run, ["pi05.vlm.", "pi05.expert.", "value_head."], "pi05-nano", processing="maniskill")
+    more = ["trainer.total_training_steps=3", "trainer.resume_mode=auto"]
+    run = launch(tmp_path / "run", *line, *more, recipe="vla3_maniskill_pi05")
+    assert run.status == 0, run.output[-3000:]
+    assert [row["step"] for row in run.metrics] == [1, 2, 3] and run.metrics[2]["rollout/logprob_diff_max"] < 1e-4
+
+
+@needs("mani_skill")
+@pytest.mark.long
 def test_openvla_oft_trains_with_ppo_on_maniskill_on_one_clock(launch, tmp_path):
     run = launch(tmp_path / "run", *SHORT, *PICKCUBE, *SYNCHRONOUS, recipe="vla3_maniskill_openvla_oft")
     moving = ["language_model.", "vision_backbone.", "value_head."]
