@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from vla3_plugin import config_megatron
 from vla3_plugin.config import VLA3Config
 
 
@@ -47,6 +48,10 @@ def _device_faults(config: Any) -> list[str]:
     actor, engine = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.checkpoint_engine
     if config.trainer.device == "cpu" and actor.strategy == "fsdp":
         found.append("actor_rollout_ref.actor.strategy: 'fsdp' cannot shard CPU parameters; use fsdp2")
+    if actor.strategy == "megatron":
+        found += config_megatron.schedule_faults(actor.optim, config.trainer.total_training_steps)
+        if config.trainer.device == "npu":
+            found.append("model_engine: 'megatron' has no engine for trainer.device: npu; use model_engine=dp")
     if actor.strategy == "megatron" and actor.get("fsdp_config"):
         found.append(
             f"actor_rollout_ref.actor.fsdp_config: {', '.join(actor.fsdp_config)} with model_engine=megatron, which "

@@ -5,10 +5,13 @@ The engine asks the same question of what it is built from, so that other ways t
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from packaging.version import Version
 
 from vla3_plugin.config_checks import show
 
@@ -37,11 +40,19 @@ _ALLOWED: dict[str, tuple[tuple[Any, ...], str]] = {
     "checkpoint.async_save": ((False,), _PLAIN),
     "checkpoint.save_lora_only": ((False,), _PLAIN),
     "optim.optimizer": (("adam",), _ADAM),
+    "optim.lr_decay_style": (("constant", "linear", "cosine"), "other schedules of megatron are not offered"),
+    "optim.weight_decay_incr_style": (("constant",), "the weight decay stays what it is"),
     "optim.use_precision_aware_optimizer": ((False,), _ADAM),
 }
 _DDP = "override_ddp_config"
-_DDP_KEYS = ("bucket_size", "grad_reduce_in_fp32", "overlap_grad_reduce", "pad_buckets_for_high_nccl_busbw")
-_OPTIM_KEYS = ("adam_eps",)  # betas are optim.betas
+_DDP_KEYS: dict[str, type] = {
+    "bucket_size": int,
+    "grad_reduce_in_fp32": bool,
+    "overlap_grad_reduce": bool,
+    "pad_buckets_for_high_nccl_busbw": bool,
+}
+_OPTIM_KEYS: dict[str, type] = {"adam_eps": float}  # betas are optim.betas
+_SAVED = {"model", "optimizer", "extra"}
 _ABSENT = object()
 
 
@@ -52,7 +63,12 @@ def missing() -> str | None:
     except ModuleNotFoundError:
         found = None
     if found is not None:
-        return None
+        version = importlib.metadata.version("megatron-core")
+        if Version("0.16") <= Version(version) < Version("0.17"):
+            return None
+        return (
+            f"model_engine: 'megatron' with megatron-core {version}, expected 0.16; pip install 'vla3-plugin[megatron]'"
+        )
     return (
         "model_engine: 'megatron' needs megatron-core, which is not installed; "
         f"pip install 'vla3-plugin[megatron]' (megatron-core=={VERSION}), or use model_engine=dp"
@@ -73,12 +89,37 @@ def faults(actor: Any, prefix: str = "actor_rollout_ref.actor") -> list[str]:
             continue
         wanted = " or ".join(_as_written(other) for other in allowed)
         found.append(f"{prefix}.{key}: {_as_written(value)}, expected {wanted}: {why}")
+    given: Any
     for key, known in ((f"megatron.{_DDP}", _DDP_KEYS), ("optim.override_optimizer_config", _OPTIM_KEYS)):
         given = _select(actor, key)
-        for name in given if isinstance(given, Mapping) else ():
+        for name, value in given.items() if isinstance(given, Mapping) else ():
             if name not in known:
                 found.append(f"{prefix}.{key}.{name}: this engine has only {', '.join(known)}; leave it out")
+            elif type(value) is not known[name] or (known[name] is not bool and not _positive(value)):
+                wanted = "true or false" if known[name] is bool else f"{known[name].__name__} above 0"
+                found.append(f"{prefix}.{key}.{name}: {_as_written(value)}, expected {wanted}")
+    saved = _select(actor, "checkpoint.save_contents")
+    if isinstance(saved, Sequence) and not isinstance(saved, str) and (left_out := sorted(_SAVED - set(saved))):
+        found.append(f"{prefix}.checkpoint.save_contents: {', '.join(left_out)} left out; a run could not be resumed")
     return found
+
+
+def schedule_faults(optim: Any, steps: int) -> list[str]:
+    """What megatron's schedule asserts in a worker otherwise; ``optim``: ``actor_rollout_ref.actor.optim``."""
+    key, found = "actor_rollout_ref.actor.optim", []
+    horizon = optim.get("lr_decay_steps") or steps
+    warmup = optim.get("lr_warmup_steps")
+    warmup = warmup if warmup is not None and warmup > 0 else (optim.get("lr_warmup_steps_ratio") or 0.0) * steps
+    if warmup >= horizon:
+        found.append(f"{key}.lr_warmup_steps: {warmup:g} of {horizon} steps with model_engine=megatron, expected fewer")
+    for low in ("min_lr", "lr_warmup_init"):
+        if (optim.get(low) or 0.0) > optim.lr:
+            found.append(f"{key}.{low}: {optim[low]} is above {key}.lr = {optim.lr}; swap them")
+    return found
+
+
+def _positive(value: Any) -> bool:
+    return value > 0
 
 
 def _as_written(value: Any) -> str:

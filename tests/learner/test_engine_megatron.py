@@ -3,6 +3,7 @@
 What a rank finds it writes down; the tests read it. Without megatron-core only the refusals run.
 """
 
+import importlib.metadata
 import importlib.util
 import itertools
 import math
@@ -258,7 +259,7 @@ def checkpoint(directory, engine_class):
         saving.save_checkpoint(str(path))
         drawn = torch.rand(3)
         take_step(saving, 2)
-        loading = build(engine_class=kind, use_distributed_optimizer=sharded)
+        loading = build(engine_class=kind, use_distributed_optimizer=sharded, optim={"lr_decay_steps": 50})
         take_step(loading, 7)  # somewhere else
         loading.load_checkpoint(str(path))
         found[wrapper, "generator"] = torch.equal(torch.rand(3), drawn)
@@ -268,7 +269,9 @@ def checkpoint(directory, engine_class):
         now, expected = weights(loading), weights(saving)
         found[wrapper, "next step"] = all(torch.equal(now[name], expected[name]) for name in now)
         rates = [[group["lr"] for group in engine.optimizer.param_groups] for engine in (loading, saving)]
-        found[wrapper, "lr"] = rates[0] == rates[1] and loading.lr_scheduler.num_steps == 3
+        schedule = loading.lr_scheduler
+        # its place is the checkpoint's, its horizon the run's: one that is given more steps must not end its decay
+        found[wrapper, "lr"] = rates[0] == rates[1] and (schedule.num_steps, schedule.lr_decay_steps) == (3, 50)
         found[wrapper, "dtypes"] = {tensor.dtype for tensor in now.values()}
         found[wrapper, "gradients"] = {buffer.grad_data.dtype for buffer in loading.module.buffers}
         dist.barrier()
@@ -456,6 +459,10 @@ class TestSteps:
         ({"megatron": {"override_ddp_config": {"use_megatron_fsdp": True}}}, "override_ddp_config.use_megatron_fsdp"),
         ({"optim": {"optimizer": "muon"}}, "optim.optimizer: 'muon', expected 'adam'"),
         ({"checkpoint": {"async_save": True}}, "checkpoint.async_save: true, expected false"),
+        ({"checkpoint": {"save_contents": ["model", "extra"]}}, "save_contents: optimizer left out"),
+        ({"megatron": {"override_ddp_config": {"overlap_grad_reduce": "maybe"}}}, "'maybe', expected true or false"),
+        ({"megatron": {"override_ddp_config": {"bucket_size": -1}}}, "bucket_size: -1, expected int above 0"),
+        ({"optim": {"lr_decay_style": "inverse_square_root"}}, "expected 'constant' or 'linear' or 'cosine'"),
     ],
 )
 def test_settings_that_the_engine_does_not_have_are_refused_with_key_value_and_fix(actor, message):
@@ -464,6 +471,43 @@ def test_settings_that_the_engine_does_not_have_are_refused_with_key_value_and_f
     (fault,) = config_megatron.faults(actor)
     assert fault.startswith("actor_rollout_ref.actor.") and re.search(message, fault), fault
     assert config_megatron.faults({}) == []
+
+
+@pytest.mark.parametrize(
+    ("optim", "message"),
+    [
+        ({"lr": 1e-3, "lr_warmup_steps": 10}, "lr_warmup_steps: 10 of 10 steps"),
+        ({"lr": 1e-3, "lr_warmup_steps": -1, "lr_warmup_steps_ratio": 1.0}, "lr_warmup_steps: 10 of 10 steps"),
+        ({"lr": 1e-3, "min_lr": 2e-3}, "min_lr: 0.002 is above"),
+        ({"lr": 1e-3, "lr_warmup_init": 1.0}, "lr_warmup_init: 1.0 is above"),
+    ],
+)
+def test_a_schedule_that_megatron_would_assert_in_a_worker_is_refused_before(optim, message):
+    (fault,) = config_megatron.schedule_faults(Settings(optim), 10)
+    assert message in fault
+    assert config_megatron.schedule_faults(Settings(lr=1e-3, lr_warmup_steps=9), 10) == []
+
+
+class Settings(dict):
+    __getattr__ = dict.__getitem__
+
+
+def test_another_megatron_core_is_refused(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.12.0")
+    assert "megatron-core 0.12.0, expected 0.16" in config_megatron.missing()
+
+
+def test_each_rank_holds_the_whole_policy_and_its_part_of_adams_states():
+    from vla3_plugin.placement.memory import estimate
+
+    def bytes_of(**how):
+        parts = estimate(parameters=1000, actor_workers=4, **how)["parts"]
+        return [parts[name]["bytes"] for name in ("actor weights", "actor gradients", "adamw states")]
+
+    assert bytes_of() == [4000, 4000, 8000]
+    assert bytes_of(whole_ranks=True) == [16000, 16000, 8000]
+    assert bytes_of(whole_ranks=True, whole_states=True) == [16000, 16000, 32000]
 
 
 def test_without_megatron_core_the_message_says_what_to_install(monkeypatch):

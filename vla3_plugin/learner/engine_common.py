@@ -235,7 +235,7 @@ class VLAEngine:
                     continue
                 whole = full(tensor)
                 if adapted:
-                    whole = whole + _lora_delta(layers[owner])
+                    whole = (whole + _lora_delta(layers[owner])).to(whole.dtype)  # adapters of bf16 may be float32
                 plain = f"{owner}.{leaf}" if based else plain
                 yield plain.replace(".modules_to_save.default.", "."), whole
 

@@ -74,9 +74,6 @@ class VLAMegatronEngine(VLAEngine, BaseEngine):
         from vla3_plugin.learner.megatron_checkpoint import MegatronCheckpoint
 
         self.lr_scheduler = get_megatron_optimizer_param_scheduler(self.optimizer, self.optimizer_config)
-        # a checkpoint's schedule holds, as it does under FSDP
-        self.lr_scheduler.override_opt_param_scheduler = False
-        self.lr_scheduler.use_checkpoint_opt_param_scheduler = True
         self.checkpoint_manager = MegatronCheckpoint(
             self._inner, self.optimizer, lr_scheduler=self.lr_scheduler, checkpoint_config=self.checkpoint_config
         )

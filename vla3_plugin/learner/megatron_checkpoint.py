@@ -49,9 +49,10 @@ class MegatronCheckpoint(BaseCheckpointManager):
         if self.should_load_extra:
             extra = _read(self._file(directory, "extra_state"))
             self.load_rng_state(_as_numpy(extra["rng"]))
-            self.lr_scheduler.num_steps = 0  # loading adds to it
-            self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
-            self.lr_scheduler.step(0)  # it reads the weight decay after it has set it
+            # the place in the schedule alone, as under FSDP: megatron would bring back the old horizon as well, and a
+            # run that is given more steps would go on at the least rate
+            self.lr_scheduler.num_steps = extra["lr_scheduler"]["num_steps"]
+            self.lr_scheduler.step(0)
         torch.distributed.barrier()
 
     def _file(self, directory: Path, kind: str, rank: int | None = None) -> Path:

@@ -84,6 +84,8 @@ def estimate(
     reference: bool = False,
     evaluation_copy: bool = False,
     through_vllm: bool = False,
+    whole_ranks: bool = False,
+    whole_states: bool = False,
     micro_batch: int = 1,
     policy_batch: int = 1,
     towers: Sequence[Tower] = (),
@@ -105,6 +107,8 @@ def estimate(
         actor_workers, policy_workers: learner ranks (weights sharded between them) and inference replicas (each whole).
         reference: a frozen copy of the policy in each learner rank's shard.
         evaluation_copy: each inference replica keeps the version that is being evaluated as well.
+        whole_ranks, whole_states: each learner rank holds all weights and gradients (megatron), and all of Adam's
+            states (without its distributed optimizer).
         through_vllm: inference replicas keep weights and what arrives in host memory, and sample with vLLM's copy.
         micro_batch, policy_batch: samples of one backward on one rank, and of one inference batch.
         towers: transformer stacks of the policy; none means that activations are not counted, and the part says so.
@@ -131,11 +135,13 @@ def estimate(
     tensors = "device" if device == "cuda" else "host"
     served = "host" if through_vllm else tensors
     whole, learnt = f"{parameters / 1e6:,.1f}M parameters", f"{trainable / 1e6:,.1f}M trainable"
+    held, all_states = actor_workers if whole_ranks else 1, actor_workers if whole_states else 1
+    times = f" on each of {actor_workers} rank(s)" if whole_ranks else ""
     rows: list[tuple[str, int, str, str]] = [
-        ("actor weights", 4 * parameters, tensors, f"{whole} x 4 B (float32 master)"),
-        ("actor gradients", 4 * trainable, tensors, f"{learnt} x 4 B"),
-        (f"{optimizer} states", 4 * states * trainable, tensors, f"{learnt} x {states} x 4 B"),
-        ("reference weights", size * parameters * reference, tensors, f"{whole} x {size} B"),
+        ("actor weights", 4 * parameters * held, tensors, f"{whole} x 4 B (float32 master){times}"),
+        ("actor gradients", 4 * trainable * held, tensors, f"{learnt} x 4 B{times}"),
+        (f"{optimizer} states", 4 * states * trainable * all_states, tensors, f"{learnt} x {states} x 4 B"),
+        ("reference weights", size * parameters * reference * held, tensors, f"{whole} x {size} B{times}"),
         ("policy weights", size * parameters * policy_workers, served, f"{policy_workers} x {whole} x {size} B"),
         ("policy receive buffer", size * parameters * policy_workers, served, "a version arrives while one serves"),
         (
@@ -148,7 +154,7 @@ def estimate(
     if evaluation_copy:
         how = "the version that is evaluated while newer ones serve"
         rows.append(("policy evaluation copy", size * parameters * policy_workers, tensors, how))
-    if actor_workers > 1 or size < 4:
+    if (actor_workers > 1 or size < 4) and not whole_ranks:
         how = f"{whole} x {size} B at most, on each of {actor_workers} rank(s)"
         rows.append(("actor gathered layers", size * parameters * actor_workers, tensors, how))
     if towers:

@@ -157,10 +157,11 @@ def check_shards(directory: Path, config: Any) -> None:
     Raises:
         CheckpointError: one has not; the message names it.
     """
-    # under megatron the model is rank 0's to write
-    kind = "optim" if config.actor_rollout_ref.actor.strategy == "megatron" else "model"
     ranks = _ranks(config)
-    for rank in range(ranks):
+    expected = [("model", rank) for rank in range(ranks)]
+    if config.actor_rollout_ref.actor.strategy == "megatron":  # where the model is rank 0's to write
+        expected = [("model", 0), *(("optim", rank) for rank in range(ranks))]
+    for kind, rank in expected:
         file = directory / f"{kind}_world_size_{ranks}_rank_{rank}.pt"
         if not file.is_file():
             raise CheckpointError(

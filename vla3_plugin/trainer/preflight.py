@@ -148,7 +148,7 @@ def _stages(vla3: VLA3Config) -> str:
 def _memory(config: Any, vla3: VLA3Config, policy: dict[str, Any]) -> dict[str, Any]:
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     slots = vla3.env.shards_per_worker * vla3.env.envs_per_shard
-    through_vllm = config_cross.samples_through_vllm(config)
+    through_vllm, megatron = config_cross.samples_through_vllm(config), actor.strategy == "megatron"
     return memory.estimate(
         parameters=int(policy["parameters"]),
         trainable=int(policy.get("trainable", policy["parameters"])),
@@ -157,6 +157,8 @@ def _memory(config: Any, vla3: VLA3Config, policy: dict[str, Any]) -> dict[str, 
         reference=vla3.algorithm.kl_beta > 0,
         evaluation_copy=config_cross.evaluation_overlaps(vla3, through_vllm) and config.trainer.test_freq > 0,
         through_vllm=through_vllm,
+        whole_ranks=megatron,
+        whole_states=megatron and not actor.megatron.use_distributed_optimizer,
         micro_batch=actor.ppo_micro_batch_size_per_gpu,
         policy_batch=slots,
         checkpointing=config.actor_rollout_ref.model.enable_gradient_checkpointing,
