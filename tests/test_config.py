@@ -136,7 +136,11 @@ def agreeing(**changes):
             "trainer": {"device": "cpu"},
             "transfer_queue": {"backend": {"SimpleStorage": {"total_storage_size": 1000}}},
             "actor_rollout_ref": {
-                "actor": {"strategy": "fsdp2", "fsdp_config": {"param_offload": False, "optimizer_offload": False}},
+                "actor": {
+                    "strategy": "fsdp2",
+                    "fsdp_config": {"param_offload": False, "optimizer_offload": False},
+                    "optim": {"lr": 1e-4},
+                },
                 "rollout": {
                     "n_gpus_per_node": 1, "nnodes": 1, "tensor_model_parallel_size": 1,
                     "checkpoint_engine": {"backend": "vla3_gloo"},
