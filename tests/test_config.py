@@ -133,7 +133,7 @@ def agreeing(**changes):
     tree = OmegaConf.create(
         {
             "data": {"train_batch_size": 32},
-            "trainer": {"device": "cpu"},
+            "trainer": {"device": "cpu", "total_training_steps": 10},
             "transfer_queue": {"backend": {"SimpleStorage": {"total_storage_size": 1000}}},
             "actor_rollout_ref": {
                 "actor": {
