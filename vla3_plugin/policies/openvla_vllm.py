@@ -8,7 +8,6 @@ draws other numbers from the same noise keys.
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import json
 import os
@@ -138,10 +137,10 @@ def check(policy: TokenPolicy) -> None:
 
 
 def _missing() -> str | None:
-    if importlib.util.find_spec("vllm") is None:
-        return f"vllm is not installed: pip install vllm=={TESTED} timm on the GPU machines"
     found = importlib.util.find_spec("vllm")  # not its submodules: that would import it, here and in every learner
-    roots = (found.submodule_search_locations if found is not None else None) or []
+    if found is None:
+        return f"vllm is not installed: pip install vllm=={TESTED} timm on the GPU machines"
+    roots = found.submodule_search_locations or []
     if not any(Path(root, "model_executor", "models", "openvla.py").is_file() for root in roots):
         return f"the installed vllm has no OpenVLA: pip install vllm=={TESTED}"
     return None if importlib.util.find_spec("timm") else "vllm's OpenVLA needs timm: pip install timm"
@@ -186,8 +185,7 @@ def _describe(policy: TokenPolicy, directory: Path) -> None:
     """Config and tokenizer as vLLM reads them; the weights come later."""
     sizes, prompts = policy.network.sizes, policy.processing.prompts
     assert isinstance(prompts, OpenVLAPrompts)
-    text = copy.deepcopy(policy.network.config).to_dict()
-    text = {key: value for key, value in text.items() if not key.startswith("_")}
+    text = {key: value for key, value in policy.network.config.to_dict().items() if not key.startswith("_")}
     exact = {"head_dtype": "float32"}  # as ``prismatic.OutputHead``; vLLM reads it in either place
     config = {
         **exact,
