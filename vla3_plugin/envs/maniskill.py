@@ -56,7 +56,9 @@ class ManiSkillEnv:
         shader: "minimal", "default" or "rt".
         reward: "sparse" gives ``reward_coef`` once, at the episode's first success; "relative" gives +-``reward_coef``
             when success begins and ends, which differs only with ``ignore_terminations``; "dense" is ManiSkill's
-            normalised dense reward times ``reward_coef``.
+            normalised dense reward times ``reward_coef``; "progress" is by how much a
+            control step raised that reward, so that an episode gets in all what its last state is worth above its
+            first and may end at success (a potential: Ng et al. 1999).
         ignore_terminations: go on after success (and failure) until ``max_steps``: episodes of fixed length.
         reconfigure: build the scene anew at every reset (ManiSkill's word), about 0.15 s each without a GPU: the one
             way to episodes that do not depend, not even in their last digit, on those played before. A run resumed
@@ -90,7 +92,7 @@ class ManiSkillEnv:
             ("sim_backend", sim_backend, ("auto", "cpu", "gpu")),
             ("render_backend", render_backend, ("auto", "cpu", "gpu", "none")),
             ("shader", shader, ("minimal", "default", "rt")),
-            ("reward", reward, ("sparse", "relative", "dense")),
+            ("reward", reward, ("sparse", "relative", "dense", "progress")),
         ):
             if value not in choices:
                 raise ValueError(f"env.{name} is {value!r}, expected one of {list(choices)}")
@@ -115,7 +117,7 @@ class ManiSkillEnv:
             "views": {**({"base_camera": defaults.view} if task in TASKS else {}), **(views or {})},
             "size": self._size,
             "shader": shader,
-            "dense": reward == "dense",
+            "reward": reward,
             "light": light_meshes,
             "gpu": self._gpu,
             "render_backend": ("gpu" if self._gpu else "cpu") if render_backend == "auto" else render_backend,
@@ -161,7 +163,7 @@ class ManiSkillEnv:
             )
         sim, row = self._sim_of(slot)
         sim.reset(row, episode.seed)
-        self._slots[slot] = _Slot(running=True)
+        self._slots[slot] = _Slot(running=True, worth=sim.worth()[row] if self._reward == "progress" else 0.0)
         return self._observation(sim.capture(), row)
 
     def chunk_step(self, slots: list[int], actions: np.ndarray, record: bool = False) -> list[ChunkResult]:
@@ -242,6 +244,8 @@ class ManiSkillEnv:
         slot.steps += 1
         if self._reward == "dense":
             reward = dense
+        elif self._reward == "progress":
+            reward, slot.worth = dense - slot.worth, dense
         elif self._reward == "relative":
             reward = float(success) - float(slot.success)
         else:
@@ -269,8 +273,9 @@ def _state_names(sim: Simulation) -> list[str]:
 class _Slot:
     """Where an episode stands."""
 
-    def __init__(self, running: bool = False) -> None:
+    def __init__(self, running: bool = False, worth: float = 0.0) -> None:
         self.running, self.steps = running, 0
+        self.worth = worth  # of the present state
         self.success = self.succeeded = False  # now; now or earlier
 
 

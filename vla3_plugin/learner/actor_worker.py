@@ -59,15 +59,10 @@ class ActorWorker(DetachActorWorker):
     async def _compute(self, function: Callable[..., Any], *args: Any) -> Any:
         """On the gradient lane's thread: this process answers meanwhile, fetches the next samples and publishes."""
         if self._gradients is None:
-            threads = torch.get_num_threads()
-            device = torch.cuda.current_device() if torch.cuda.is_available() else None
-
-            def like_this_thread() -> None:  # both are a thread's own
-                torch.set_num_threads(threads)
-                if device is not None:
-                    torch.cuda.set_device(device)
-
-            self._gradients = ThreadPoolExecutor(1, GRADIENT, initializer=like_this_thread)
+            # the current device is a thread's own
+            cuda = torch.cuda.is_available()
+            start: Any = {"initializer": torch.cuda.set_device, "initargs": (torch.cuda.current_device(),)} if cuda else {}
+            self._gradients = ThreadPoolExecutor(1, GRADIENT, **start)
 
         def timed() -> Any:
             self._since = time.monotonic()

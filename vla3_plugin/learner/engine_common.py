@@ -70,7 +70,6 @@ class VLAEngine:
     def _build_module(self) -> Any:  # a VLAPolicy; verl says nn.Module
         from vla3_plugin.policies.registry import load_policy
 
-        torch.set_num_threads(self.model_config.cpu_threads)
         policy: Any = load_policy(self.model_config.path, **self.model_config.options)
         self.policy = policy
         policy.to(self._parameter_dtype())
@@ -186,6 +185,8 @@ class VLAEngine:
     ) -> tuple[Tensor, dict[str, Any]]:
         from verl.workers.engine.utils import detach_tree  # its package, once imported, imports the engines: see plugin
 
+        # every time: it is a thread's own, and TransferQueue's client resets it to its default after each transfer
+        torch.set_num_threads(self.model_config.cpu_threads)
         micro_batch = micro_batch.to(get_device_id())
         # not a dict, so that mixed precision leaves it alone: a rounded sample has another sample's likelihood
         task = tu.get_non_tensor_data(micro_batch, "task", "evaluate")
