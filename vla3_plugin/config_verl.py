@@ -40,6 +40,7 @@ WHOLE: dict[str, Range] = {
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": COUNT,
     "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": Range(0, 2**20, above=True),
     "actor_rollout_ref.model.cpu_threads": Range(0, 4096, above=True),
+    "actor_rollout_ref.model.rollout_cpu_threads": Range(0, 4096, above=True),
     "actor_rollout_ref.model.lora_rank": NATURAL,
     "actor_rollout_ref.model.lora.rank": NATURAL,
     "reward.num_workers": Range(0, 4096),

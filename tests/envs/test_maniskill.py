@@ -205,6 +205,25 @@ def test_with_the_scene_built_anew_an_episode_is_the_same_to_the_last_digit(env)
         np.testing.assert_array_equal(built.images[camera], image, err_msg="drawn as any other scene: light, no floor")
 
 
+def test_progress_adds_up_to_what_success_is_worth_above_the_first_state_and_a_slow_expert_takes_longer():
+    """ManiSkill's normalised dense reward is 1 at success; reaching alone, in the first state, gives less than 0.2."""
+    lengths = {}
+    for speed in (0.4, 0.2):
+        with EnvProcess(EXPERT, {"reward": "progress", "speed": speed, "cameras": []}, name="progress") as process:
+            process.reset(0, episode(5))
+            rewards: list[float] = []
+            while True:
+                result = process.expert_chunk([0], 8)[0].result
+                rewards += result.rewards[result.valid].tolist()
+                if result.done:
+                    break
+        assert result.success and result.terminated.any()
+        assert 0.8 < sum(rewards) < 1.0
+        assert max(rewards) > 0.15, "the grasp is worth a fifth"
+        lengths[speed] = len(rewards)
+    assert lengths[0.2] > 1.4 * lengths[0.4]
+
+
 @pytest.mark.parametrize("task", ["PushCube-v1", "StackCube-v1"])
 def test_the_scripted_expert_solves(task):
     with EnvProcess(EXPERT, {"task": task, "cameras": []}, name=task) as process:

@@ -18,7 +18,7 @@ class FakeSimulation:
 
     made: list[FakeSimulation] = []
 
-    def __init__(self, num_envs: int, dense: bool, cameras: list[str], size: int, **settings: Any) -> None:
+    def __init__(self, num_envs: int, reward: str, cameras: list[str], size: int, **settings: Any) -> None:
         self.settings, self.cameras, self.size = settings, cameras, size
         space = SimpleNamespace(shape=(7,), low=np.full(7, -1.0), high=np.full(7, 1.0))
         joints = [SimpleNamespace(name=f"joint{i}") for i in range(2)]
@@ -42,6 +42,9 @@ class FakeSimulation:
         self.count += 1
         self.stepped.append(actions.copy())
         return actions[:, 0] == 0.5, actions[:, 0] == -0.5, actions[:, 1]
+
+    def worth(self) -> np.ndarray:
+        return np.full(len(self.count), 0.25, np.float32)
 
     def capture(self, images: bool = True) -> dict[str, Any]:
         self.captures += images
@@ -132,7 +135,12 @@ def test_the_step_limit_truncates_and_success_at_the_limit_terminates(make):
 
 @pytest.mark.parametrize(
     ("reward", "expected"),
-    [("sparse", [0, 2, 0, 0, 0]), ("relative", [0, 2, 0, -2, 2]), ("dense", [1, 1, 1, 1, 1])],
+    [
+        ("sparse", [0, 2, 0, 0, 0]),
+        ("relative", [0, 2, 0, -2, 2]),
+        ("dense", [1, 1, 1, 1, 1]),
+        ("progress", [0.5, 0, 0, 0, 0]),  # from the first state's 0.25 to 0.5, times 2, and no further
+    ],
 )
 def test_rewards_of_an_episode_of_fixed_length(make, reward, expected):
     env = make(reward=reward, reward_coef=2.0, ignore_terminations=True, max_steps=5)

@@ -50,6 +50,7 @@ def engine():
     """verl's engine around a module that is not sharded: what is tested is the accumulation, not FSDP."""
     found = VLAFSDPEngine.__new__(VLAFSDPEngine)
     found.module, found.scaler = TinyPolicy(), None
+    found.model_config = types.SimpleNamespace(cpu_threads=1)
     found.engine_config = types.SimpleNamespace(use_no_sync_for_gradient_accumulation=True)
     found.optimizer = torch.optim.SGD(found.module.parameters(), lr=0.0)
     found.get_data_parallel_group = lambda: None
@@ -195,6 +196,29 @@ def test_a_later_pass_without_proximal_log_probs_is_refused_not_guessed():
         Objective(AlgorithmConfig(), TrainingStage(enabled=True))(
             TinyPolicy()(fields.policy_batch(batch), "evaluate"), batch
         )
+
+
+@pytest.mark.parametrize("way", ["whole batch", "streamed"])
+def test_the_learner_computes_with_its_own_threads_whatever_took_them_from_it(way):
+    """TransferQueue's client leaves the calling thread with one, or whatever torch started with."""
+    from verl.utils import tensordict_utils as tu
+
+    found, data = engine(), samples(4, 0)
+    found.model_config.cpu_threads = 2
+    objective = OBJECTIVES["ppo"]
+    seen: list[int] = []
+    found.module.register_forward_pre_hook(lambda *_: seen.append(torch.get_num_threads()))
+    tu.assign_non_tensor(data, micro_batch_size_per_gpu=4, learner_version=5, first_pass=True)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        if way == "streamed":
+            found.accumulate(data, objective, first=True, last=True)
+        else:
+            found.forward_backward_batch(data, objective)
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [2]
 
 
 def test_updates_without_a_finite_gradient_change_nothing_are_counted_and_end_the_run_after_ten():

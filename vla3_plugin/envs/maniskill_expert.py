@@ -28,8 +28,8 @@ CLOSE_STEPS, OPEN_STEPS = 4, 4  # control steps that the fingers need
 class Hand:
     """Poses that experts read, and actions that they make of displacements. ``sim`` is ManiSkill's environment."""
 
-    def __init__(self, sim: Any, row: int) -> None:
-        self._sim, self._row = sim, row
+    def __init__(self, sim: Any, row: int, speed: float = SPEED) -> None:
+        self._sim, self._row, self._speed = sim, row, speed
 
     def tcp(self) -> np.ndarray:
         """float64 [3], m, world."""
@@ -45,7 +45,7 @@ class Hand:
     def move(self, displacement: np.ndarray, gripper: float, turn: float = 0.0) -> np.ndarray:
         """float32 [7]: go ``displacement`` (m) from here, turn by ``turn`` (rad about the world's z)."""
         step = METRE * GAIN * displacement
-        step = step * SPEED / max(SPEED, float(np.abs(step).max()))  # keeps its direction
+        step = step * self._speed / max(self._speed, float(np.abs(step).max()))  # keeps its direction
         yaw = np.clip(-METRE * turn, -1.0, 1.0)  # ManiSkill turns the other way
         return np.array([*step, 0.0, 0.0, yaw, gripper], dtype=np.float32)
 
@@ -53,8 +53,8 @@ class Hand:
 class PickCube:
     """Over the cube, down, close, carry to the goal. The fingers turn the cube into their own orientation."""
 
-    def __init__(self, sim: Any, row: int) -> None:
-        self._sim, self._hand = sim, Hand(sim, row)
+    def __init__(self, sim: Any, hand: Hand) -> None:
+        self._sim, self._hand = sim, hand
         self._closing = 0
 
     def action(self) -> np.ndarray:
@@ -76,8 +76,8 @@ class PushCube:
     BEHIND = 0.05  # m from the cube's centre to where the closed fingers come down
     TOUCH = 0.035  # m from the cube's centre to fingers in contact, about
 
-    def __init__(self, sim: Any, row: int) -> None:
-        self._sim, self._hand = sim, Hand(sim, row)
+    def __init__(self, sim: Any, hand: Hand) -> None:
+        self._sim, self._hand = sim, hand
 
     def action(self) -> np.ndarray:
         tcp, cube = self._hand.tcp(), self._hand.position(self._sim.obj)
@@ -95,8 +95,8 @@ class StackCube:
 
     CLEAR = 0.035  # m between the bottom of what is carried and the top of what it passes over
 
-    def __init__(self, sim: Any, row: int) -> None:
-        self._sim, self._hand = sim, Hand(sim, row)
+    def __init__(self, sim: Any, hand: Hand) -> None:
+        self._sim, self._hand = sim, hand
         self._closing = self._opening = 0
 
     def action(self) -> np.ndarray:
@@ -157,19 +157,27 @@ EXPERTS: dict[str, Any] = {"PickCube-v1": PickCube, "PushCube-v1": PushCube, "St
 
 
 class ManiSkillExpert(ManiSkillEnv):
-    """``ExpertEnv``: a ``ManiSkillEnv`` that drives itself on the tasks of ``EXPERTS``."""
+    """``ExpertEnv``: a ``ManiSkillEnv`` that drives itself on the tasks of ``EXPERTS``.
 
-    def __init__(self, num_slots: int = 1, task: str = "PickCube-v1", **options: Any) -> None:
+    ``speed``: its largest action, above 0 and at most 1. A slower one than the default demonstrates what is to be done
+    and not how fast.
+    """
+
+    def __init__(self, num_slots: int = 1, task: str = "PickCube-v1", speed: float = SPEED, **options: Any) -> None:
+        if not 0 < speed <= 1:
+            raise ValueError(f"env.speed is {speed}, the expert's largest action: expected above 0 and at most 1")
         if task not in EXPERTS:
             raise ValueError(f"env.task is {task!r}: there are scripted experts for {sorted(EXPERTS)}")
         super().__init__(num_slots=num_slots, task=task, **options)
+        self._speed = speed
         self._experts: dict[int, Any] = {}
         self._seeds: dict[int, int] = {}
         self._noise: dict[int, ActionNoise] = {}
 
     def reset(self, slot: int, episode: Episode) -> Observation:
         observation = super().reset(slot, episode)
-        self._experts[slot] = EXPERTS[self._task](*self._scene(slot))
+        sim, row = self._scene(slot)
+        self._experts[slot] = EXPERTS[self._task](sim, Hand(sim, row, self._speed))
         self._seeds[slot] = episode.seed
         self._noise.pop(slot, None)
         return observation

@@ -39,6 +39,7 @@ class VLAModelConfig(BaseConfig):
     enable_gradient_checkpointing: bool = False
     enable_activation_offload: bool = False
     cpu_threads: int = 1  # intra-op threads of learner and replica where they run on a CPU
+    rollout_cpu_threads: int | None = None  # the replica's, which computes beside simulators; None: as many
     lora_rank: int = 0
     lora_alpha: int = 16
     lora_adapter_path: str | None = None

@@ -99,7 +99,7 @@ class PolicyWorker(CheckpointEngineWorker):
     """The Ray actor around a ``PolicyServer``. Control calls are verl's for rollout servers."""
 
     def __init__(self, rollout_config: Any, model_config: Any, replica_rank: int = 0) -> None:
-        torch.set_num_threads(model_config.cpu_threads)
+        torch.set_num_threads(model_config.rollout_cpu_threads or model_config.cpu_threads)
         server = PolicyServer(rollout_config, model_config, replica_rank=replica_rank)
         super().__init__(rollout_config=rollout_config, model_config=model_config, server_adapter=server)
         self.server = server
