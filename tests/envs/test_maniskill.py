@@ -205,23 +205,30 @@ def test_with_the_scene_built_anew_an_episode_is_the_same_to_the_last_digit(env)
         np.testing.assert_array_equal(built.images[camera], image, err_msg="drawn as any other scene: light, no floor")
 
 
-def test_progress_adds_up_to_what_success_is_worth_above_the_first_state_and_a_slow_expert_takes_longer():
+def rewards_of_an_expert(**options) -> tuple[bool, list[float]]:
+    with EnvProcess(EXPERT, {"reward": "progress", "cameras": [], "max_steps": 64, **options}, name="expert") as process:
+        process.reset(0, episode(5))
+        rewards: list[float] = []
+        while True:
+            result = process.expert_chunk([0], 8)[0].result
+            rewards += result.rewards[result.valid].tolist()
+            if result.done:
+                return bool(result.success), rewards
+
+
+def test_progress_adds_up_to_what_success_is_worth_above_the_first_state():
     """ManiSkill's normalised dense reward is 1 at success; reaching alone, in the first state, gives less than 0.2."""
-    lengths = {}
-    for speed in (0.4, 0.2):
-        with EnvProcess(EXPERT, {"reward": "progress", "speed": speed, "cameras": []}, name="progress") as process:
-            process.reset(0, episode(5))
-            rewards: list[float] = []
-            while True:
-                result = process.expert_chunk([0], 8)[0].result
-                rewards += result.rewards[result.valid].tolist()
-                if result.done:
-                    break
-        assert result.success and result.terminated.any()
-        assert 0.8 < sum(rewards) < 1.0
-        assert max(rewards) > 0.15, "the grasp is worth a fifth"
-        lengths[speed] = len(rewards)
-    assert lengths[0.2] > 1.4 * lengths[0.4]
+    success, rewards = rewards_of_an_expert()
+    assert success and 0.8 < sum(rewards) < 1.0
+    assert max(rewards) > 0.15, "the grasp is worth a fifth"
+
+
+def test_an_expert_has_the_skill_that_it_is_given():
+    _, fast = rewards_of_an_expert()
+    success, slow = rewards_of_an_expert(speed=0.2)
+    assert success and len(slow) > 1.4 * len(fast)
+    success, rewards = rewards_of_an_expert(grasp_error=[0.0, 0.0, 0.06])
+    assert not success and max(rewards) < 0.15, "the fingers close above the cube"
 
 
 @pytest.mark.parametrize("task", ["PushCube-v1", "StackCube-v1"])

@@ -6,7 +6,7 @@ actions and starts over when it loses the object. They speak ``pd_ee_delta_pose`
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Sequence
 
 import numpy as np
 
@@ -18,6 +18,7 @@ METRE = 10.0  # action per metre that the controller is asked for (1.0 is 10 cm)
 GAIN = 1.2  # asked-for displacement per remaining displacement: makes up for the arm's lag
 SPEED = 0.4  # largest action: about 1.6 cm a step, slow enough that a policy sees the cube before it closes
 OPEN, CLOSED = 1.0, -1.0
+NO_ERROR = (0.0, 0.0, 0.0)
 HALF = 0.02  # m, half the edge of the cubes
 NEAR = 0.012  # m, close enough to grasp
 LOST = 0.05  # m between hand and object: it slipped out of the hand
@@ -28,8 +29,8 @@ CLOSE_STEPS, OPEN_STEPS = 4, 4  # control steps that the fingers need
 class Hand:
     """Poses that experts read, and actions that they make of displacements. ``sim`` is ManiSkill's environment."""
 
-    def __init__(self, sim: Any, row: int, speed: float = SPEED) -> None:
-        self._sim, self._row, self._speed = sim, row, speed
+    def __init__(self, sim: Any, row: int, speed: float = SPEED, error: Sequence[float] = NO_ERROR) -> None:
+        self._sim, self._row, self._speed, self._error = sim, row, speed, np.asarray(error, np.float64)
 
     def tcp(self) -> np.ndarray:
         """float64 [3], m, world."""
@@ -37,6 +38,10 @@ class Hand:
 
     def position(self, thing: Any) -> np.ndarray:
         return thing.pose.p[self._row].cpu().numpy().astype(np.float64)
+
+    def grasp_point(self, thing: Any) -> np.ndarray:
+        """float64 [3]: where it takes ``thing`` to be when it grasps."""
+        return self.position(thing) + self._error
 
     def axis(self, thing: Any, index: int) -> np.ndarray:
         """float64 [3]: column ``index`` of the rotation matrix of ``thing``."""
@@ -58,9 +63,8 @@ class PickCube:
         self._closing = 0
 
     def action(self) -> np.ndarray:
-        tcp, cube = self._hand.tcp(), self._hand.position(self._sim.cube)
-        goal = self._hand.position(self._sim.goal_site)
-        offset = cube - tcp
+        cube, goal = self._hand.position(self._sim.cube), self._hand.position(self._sim.goal_site)
+        offset = self._hand.grasp_point(self._sim.cube) - self._hand.tcp()
         if self._closing and np.linalg.norm(offset) > LOST:
             self._closing = 0
         if self._closing or (np.linalg.norm(offset[:2]) < NEAR and abs(offset[2]) < NEAR):
@@ -100,9 +104,9 @@ class StackCube:
         self._closing = self._opening = 0
 
     def action(self) -> np.ndarray:
-        tcp, cube = self._hand.tcp(), self._hand.position(self._sim.cubeA)
+        cube = self._hand.position(self._sim.cubeA)
         place = self._hand.position(self._sim.cubeB) + [0, 0, 2 * HALF]
-        offset = cube - tcp
+        offset = self._hand.grasp_point(self._sim.cubeA) - self._hand.tcp()
         if self._opening:
             self._opening += 1
             if self._opening > OPEN_STEPS + 8:
@@ -159,17 +163,27 @@ EXPERTS: dict[str, Any] = {"PickCube-v1": PickCube, "PushCube-v1": PushCube, "St
 class ManiSkillExpert(ManiSkillEnv):
     """``ExpertEnv``: a ``ManiSkillEnv`` that drives itself on the tasks of ``EXPERTS``.
 
-    ``speed``: its largest action, above 0 and at most 1. A slower one than the default demonstrates what is to be done
-    and not how fast.
+    Its skill is an option, since demonstrators differ in it, and RL starts from what they show. ``speed``: its largest
+    action, above 0 and at most 1. ``grasp_error`` [x, y, z], m in the world: how far beside an object it grasps, as with
+    a camera that was calibrated badly.
     """
 
-    def __init__(self, num_slots: int = 1, task: str = "PickCube-v1", speed: float = SPEED, **options: Any) -> None:
+    def __init__(
+        self,
+        num_slots: int = 1,
+        task: str = "PickCube-v1",
+        speed: float = SPEED,
+        grasp_error: Sequence[float] = NO_ERROR,
+        **options: Any,
+    ) -> None:
         if not 0 < speed <= 1:
             raise ValueError(f"env.speed is {speed}, the expert's largest action: expected above 0 and at most 1")
+        if len(grasp_error) != 3:
+            raise ValueError(f"env.grasp_error is {grasp_error}, expected three numbers, m along the world's x, y and z")
         if task not in EXPERTS:
             raise ValueError(f"env.task is {task!r}: there are scripted experts for {sorted(EXPERTS)}")
         super().__init__(num_slots=num_slots, task=task, **options)
-        self._speed = speed
+        self._skill = speed, grasp_error
         self._experts: dict[int, Any] = {}
         self._seeds: dict[int, int] = {}
         self._noise: dict[int, ActionNoise] = {}
@@ -177,7 +191,7 @@ class ManiSkillExpert(ManiSkillEnv):
     def reset(self, slot: int, episode: Episode) -> Observation:
         observation = super().reset(slot, episode)
         sim, row = self._scene(slot)
-        self._experts[slot] = EXPERTS[self._task](sim, Hand(sim, row, self._speed))
+        self._experts[slot] = EXPERTS[self._task](sim, Hand(sim, row, *self._skill))
         self._seeds[slot] = episode.seed
         self._noise.pop(slot, None)
         return observation
