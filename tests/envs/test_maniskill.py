@@ -206,7 +206,8 @@ def test_with_the_scene_built_anew_an_episode_is_the_same_to_the_last_digit(env)
 
 
 def rewards_of_an_expert(**options) -> tuple[bool, list[float]]:
-    with EnvProcess(EXPERT, {"reward": "progress", "cameras": [], "max_steps": 64, **options}, name="expert") as process:
+    options = {"reward": "progress", "cameras": [], "max_steps": 64} | options
+    with EnvProcess(EXPERT, options, name="expert") as process:
         process.reset(0, episode(5))
         rewards: list[float] = []
         while True:

@@ -164,8 +164,8 @@ class ManiSkillExpert(ManiSkillEnv):
     """``ExpertEnv``: a ``ManiSkillEnv`` that drives itself on the tasks of ``EXPERTS``.
 
     Its skill is an option, since demonstrators differ in it, and RL starts from what they show. ``speed``: its largest
-    action, above 0 and at most 1. ``grasp_error`` [x, y, z], m in the world: how far beside an object it grasps, as with
-    a camera that was calibrated badly.
+    action, above 0 and at most 1. ``grasp_error`` [x, y, z], m in the world: how far beside an object it grasps, as
+    with a camera that was calibrated badly.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class ManiSkillExpert(ManiSkillEnv):
         if not 0 < speed <= 1:
             raise ValueError(f"env.speed is {speed}, the expert's largest action: expected above 0 and at most 1")
         if len(grasp_error) != 3:
-            raise ValueError(f"env.grasp_error is {grasp_error}, expected three numbers, m along the world's x, y and z")
+            raise ValueError(f"env.grasp_error is {grasp_error}, expected three numbers, m along x, y and z")
         if task not in EXPERTS:
             raise ValueError(f"env.task is {task!r}: there are scripted experts for {sorted(EXPERTS)}")
         super().__init__(num_slots=num_slots, task=task, **options)

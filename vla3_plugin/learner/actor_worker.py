@@ -59,10 +59,13 @@ class ActorWorker(DetachActorWorker):
     async def _compute(self, function: Callable[..., Any], *args: Any) -> Any:
         """On the gradient lane's thread: this process answers meanwhile, fetches the next samples and publishes."""
         if self._gradients is None:
-            # the current device is a thread's own
-            cuda = torch.cuda.is_available()
-            start: Any = {"initializer": torch.cuda.set_device, "initargs": (torch.cuda.current_device(),)} if cuda else {}
-            self._gradients = ThreadPoolExecutor(1, GRADIENT, **start)
+            device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+            def on_our_device() -> None:  # it is a thread's own
+                if device is not None:
+                    torch.cuda.set_device(device)
+
+            self._gradients = ThreadPoolExecutor(1, GRADIENT, initializer=on_our_device)
 
         def timed() -> Any:
             self._since = time.monotonic()
