@@ -351,8 +351,7 @@ def test_the_whole_examination_finds_this_installation_able_to_run():
     patches = [row for name, row in rows.items() if name.startswith("patch ")]
     assert len(patches) == len(list((PACKAGE.parent / "patches").glob("[a-z]*.py")))
     assert all(row["detail"].startswith("applied") for row in patches)
-    assert (
-        rows["recipe vla3_quickstart"]["state"] == "ok" and "10 CPUs = 3 x 2" in rows["recipe vla3_quickstart"]["detail"]
-    )
+    quickstart = rows["recipe vla3_quickstart"]
+    assert quickstart["state"] == "ok" and "10 CPUs = 3 x 2" in quickstart["detail"]
     smokes = {name: row["state"] for name, row in rows.items() if name.startswith("smoke ")}
     assert smokes and set(smokes.values()) == {"ok"}, smokes

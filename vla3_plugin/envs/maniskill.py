@@ -56,9 +56,9 @@ class ManiSkillEnv:
         shader: "minimal", "default" or "rt".
         reward: "sparse" gives ``reward_coef`` once, at the episode's first success; "relative" gives +-``reward_coef``
             when success begins and ends, which differs only with ``ignore_terminations``; "dense" is ManiSkill's
-            normalised dense reward times ``reward_coef``; "progress" is by how much a
-            control step raised that reward, so that an episode gets in all what its last state is worth above its
-            first and may end at success (a potential: Ng et al. 1999).
+            normalised dense reward times ``reward_coef``; "progress" is by how much a control step raised that, so that
+            an episode gets in all what its last state is worth above its first, and may end at success (a potential:
+            Ng et al. 1999).
         ignore_terminations: go on after success (and failure) until ``max_steps``: episodes of fixed length.
         reconfigure: build the scene anew at every reset (ManiSkill's word), about 0.15 s each without a GPU: the one
             way to episodes that do not depend, not even in their last digit, on those played before. A run resumed
