@@ -118,7 +118,7 @@ GOOD = st.sampled_from(
         "vla3.keep_checkpoints=1", "data.train_batch_size=64", "trainer.total_training_steps=3", "trainer.save_freq=3",
         "actor_rollout_ref.actor.optim.lr=1e-3", "trainer.logger=[console,tensorboard]", "trainer.resume_mode=auto",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8", "vla3.stages.training.max_staleness=0",
-        "actor_rollout_ref.model.value_lr=null", "+trainer.note=1",
+        "actor_rollout_ref.model.value_lr=null", "+trainer.note=1", "actor_rollout_ref.model.rollout_cpu_threads=null",
     ]
 )  # fmt: skip
 

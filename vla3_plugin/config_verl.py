@@ -40,7 +40,6 @@ WHOLE: dict[str, Range] = {
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": COUNT,
     "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": Range(0, 2**20, above=True),
     "actor_rollout_ref.model.cpu_threads": Range(0, 4096, above=True),
-    "actor_rollout_ref.model.rollout_cpu_threads": Range(0, 4096, above=True),
     "actor_rollout_ref.model.lora_rank": NATURAL,
     "actor_rollout_ref.model.lora.rank": NATURAL,
     "reward.num_workers": Range(0, 4096),
@@ -70,6 +69,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module": ("vla3_plugin.learner.weights",),
     "transfer_queue.backend.storage_backend": ("SimpleStorage",),
 }
+_ROLLOUT_THREADS = "actor_rollout_ref.model.rollout_cpu_threads"  # null: as many as the learner
 _DP_WHOLE = {"actor_rollout_ref.actor.fsdp_config.fsdp_size": Range(-1, 10**5)}
 _DP_CHOICES: dict[str, tuple[Any, ...]] = {
     "actor_rollout_ref.actor.strategy": ("fsdp2", "fsdp"),
@@ -190,7 +190,10 @@ def _kind(value: Any) -> str:
 def _value_faults(plain: dict[str, Any]) -> list[str]:
     found: list[str | None] = []
     dp = plain.get("model_engine") != "megatron"
-    for key, allowed in (WHOLE | _DP_WHOLE if dp else WHOLE).items():
+    wholes = WHOLE | _DP_WHOLE if dp else dict(WHOLE)
+    if select(plain, _ROLLOUT_THREADS) is not None:
+        wholes[_ROLLOUT_THREADS] = WHOLE["actor_rollout_ref.model.cpu_threads"]
+    for key, allowed in wholes.items():
         value = select(plain, key)
         whole = isinstance(value, int) and not isinstance(value, bool)
         fault = allowed.fault(key, value) if whole else f"{key}: {show(value)}, expected a whole number, {allowed.text}"

@@ -254,18 +254,26 @@ def test_bad_names_are_answered_with_the_known_ones():
     program = """
 import json
 from vla3_plugin.envs.maniskill import ManiSkillEnv
-for options in ({"task": "PickCub-v1"}, {"robot": "pandda"}, {"cameras": ["base_camera", "ceiling"]}):
+from vla3_plugin.envs.maniskill_expert import ManiSkillExpert
+wrong = {"task": "PickCub-v1"}, {"robot": "pandda"}, {"cameras": ["base_camera", "ceiling"]}
+for options in (*wrong, {"task": "PlugCharger-v1", "reward": "progress"}):
     try:
         ManiSkillEnv(**options)
     except ValueError as error:
         print("said:", error)
+try:
+    ManiSkillExpert(task="PushCube-v1", grasp_error=[0, 0, 0.01])
+except ValueError as error:
+    print("said:", error)
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=240)
     said = [line for line in done.stdout.splitlines() if line.startswith("said:")]
-    assert len(said) == 3, done.stderr
+    assert len(said) == 5, done.stderr
     assert "env.task is 'PickCub-v1'" in said[0] and "'PickCube-v1'" in said[0]
     assert "env.robot is 'pandda'" in said[1] and "'panda'" in said[1]
     assert "env.cameras names ['ceiling']" in said[2] and "'base_camera'" in said[2]
+    assert "no normalised dense reward for PlugCharger-v1; set env.reward: sparse" in said[3]
+    assert "PushCube-v1 grasps nothing" in said[4]
 
 
 def test_missing_vulkan_says_which_packages_to_install():

@@ -44,7 +44,7 @@ class FakeSimulation:
         return actions[:, 0] == 0.5, actions[:, 0] == -0.5, actions[:, 1]
 
     def worth(self) -> np.ndarray:
-        return np.full(len(self.count), 0.25, np.float32)
+        return (0.25 * self.count).astype(np.float32)  # after a reset: of its row and its seed
 
     def capture(self, images: bool = True) -> dict[str, Any]:
         self.captures += images
@@ -144,7 +144,7 @@ def test_the_step_limit_truncates_and_success_at_the_limit_terminates(make):
 )
 def test_rewards_of_an_episode_of_fixed_length(make, reward, expected):
     env = make(reward=reward, reward_coef=2.0, ignore_terminations=True, max_steps=5)
-    env.reset(0, episode())
+    env.reset(0, episode(1))
     actions = chunk(0, 0.5, 0.5, 0, 0.5)
     actions[..., 1] = 0.5
     result = env.chunk_step([0], actions)[0]
@@ -194,6 +194,7 @@ def test_a_running_slot_of_a_gpu_simulation_cannot_be_left_out(make):
         ({"max_steps": 0}, "max_steps=0"),
         ({"render_backend": "none"}, r"env.cameras: \[\]"),
         ({"reconfigure": True, "sim_backend": "gpu", "num_slots": 2}, "env.reconfigure.*envs_per_shard: 1"),
+        ({"reward": "progress", "sim_backend": "gpu", "num_slots": 2}, "env.reward is 'progress'.*envs_per_shard: 1"),
     ],
 )
 def test_bad_options_are_named(make, options, message):

@@ -56,9 +56,8 @@ class ManiSkillEnv:
         shader: "minimal", "default" or "rt".
         reward: "sparse" gives ``reward_coef`` once, at the episode's first success; "relative" gives +-``reward_coef``
             when success begins and ends, which differs only with ``ignore_terminations``; "dense" is ManiSkill's
-            normalised dense reward times ``reward_coef``; "progress" is by how much a control step raised that, so that
-            an episode gets in all what its last state is worth above its first, and may end at success (a potential:
-            Ng et al. 1999).
+            normalised dense reward times ``reward_coef``; "progress" is by how much a control step raised that: an
+            episode gets in all what its last state is worth above its first, so it may end at success and lose nothing.
         ignore_terminations: go on after success (and failure) until ``max_steps``: episodes of fixed length.
         reconfigure: build the scene anew at every reset (ManiSkill's word), about 0.15 s each without a GPU: the one
             way to episodes that do not depend, not even in their last digit, on those played before. A run resumed
@@ -124,6 +123,11 @@ class ManiSkillEnv:
             "privileged": privileged_state,
             "reconfigure": reconfigure,
         }
+        if self._gpu and reward == "progress" and num_slots > 1:
+            raise ValueError(
+                f"env.reward is 'progress' and {num_slots} slots share a GPU simulation: a first state may have the "
+                "contacts of the episode before; set env.reward: dense, or vla3.env.envs_per_shard: 1"
+            )
         if self._gpu and reconfigure and num_slots > 1:
             raise ValueError(
                 f"env.reconfigure is true and {num_slots} slots share a GPU simulation: one slot's reset would end the "

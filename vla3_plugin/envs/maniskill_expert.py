@@ -180,6 +180,8 @@ class ManiSkillExpert(ManiSkillEnv):
             raise ValueError(f"env.speed is {speed}, the expert's largest action: expected above 0 and at most 1")
         if len(grasp_error) != 3:
             raise ValueError(f"env.grasp_error is {grasp_error}, expected three numbers, m along x, y and z")
+        if task == "PushCube-v1" and any(grasp_error):
+            raise ValueError(f"env.grasp_error is {grasp_error}, and the expert of PushCube-v1 grasps nothing")
         if task not in EXPERTS:
             raise ValueError(f"env.task is {task!r}: there are scripted experts for {sorted(EXPERTS)}")
         super().__init__(num_slots=num_slots, task=task, **options)

@@ -36,8 +36,8 @@ def _without_history(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Task:
-    """Defaults of a task: its instruction, control steps until truncation (ManiSkill's own is 50 for all; the scripted
-    expert of StackCube takes longer), view of ``base_camera``."""
+    """Defaults of a task: its instruction, control steps until truncation (ManiSkill's own is 50 for all three; the
+    scripted experts of the last two were measured at ours), view of ``base_camera``."""
 
     instruction: str
     max_steps: int
@@ -103,6 +103,12 @@ class Simulation:
             raise RuntimeError(
                 f"{task} needs assets that are not on this machine; fetch them with: "
                 f"python -m mani_skill.utils.download_asset {task}"
+            ) from error
+        except NotImplementedError as error:  # a RuntimeError, too
+            if "reward mode" not in str(error):
+                raise
+            raise ValueError(
+                f"env.reward is {reward!r}; ManiSkill has no normalised dense reward for {task}; set env.reward: sparse"
             ) from error
         except RuntimeError as error:
             if any(sign in str(error) for sign in NO_VULKAN):
