@@ -192,7 +192,7 @@ def test_a_running_slot_of_a_gpu_simulation_cannot_be_left_out(make):
         ({"sim_backend": "tpu"}, "env.sim_backend"),
         ({"shader": "toon"}, "env.shader"),
         ({"max_steps": 0}, "max_steps=0"),
-        ({"render_backend": "none"}, r"env.cameras: \[\]"),
+        ({"render_backend": "none", "cameras": []}, "env.render_backend is 'none', expected one of"),
         ({"reconfigure": True, "sim_backend": "gpu", "num_slots": 2}, "env.reconfigure.*envs_per_shard: 1"),
         ({"reward": "progress", "sim_backend": "gpu", "num_slots": 2}, "env.reward is 'progress'.*envs_per_shard: 1"),
     ],

@@ -52,7 +52,8 @@ class ManiSkillEnv:
         light_meshes: draw the robot with simplified meshes and no floor: several times as fast in software; physics
             is untouched.
         sim_backend: "cpu", "gpu" or "auto" (GPU where CUDA is found).
-        render_backend: "cpu", "gpu", "none" or "auto" (as the simulation).
+        render_backend: "cpu", "gpu" or "auto" (as the simulation). ManiSkill draws while it builds a scene, so it needs
+            one with ``cameras`` empty too.
         shader: "minimal", "default" or "rt".
         reward: "sparse" gives ``reward_coef`` once, at the episode's first success; "relative" gives +-``reward_coef``
             when success begins and ends, which differs only with ``ignore_terminations``; "dense" is ManiSkill's
@@ -89,7 +90,7 @@ class ManiSkillEnv:
     ) -> None:
         for name, value, choices in (
             ("sim_backend", sim_backend, ("auto", "cpu", "gpu")),
-            ("render_backend", render_backend, ("auto", "cpu", "gpu", "none")),
+            ("render_backend", render_backend, ("auto", "cpu", "gpu")),
             ("shader", shader, ("minimal", "default", "rt")),
             ("reward", reward, ("sparse", "relative", "dense", "progress")),
         ):
@@ -99,8 +100,6 @@ class ManiSkillEnv:
             raise ValueError(
                 f"env: num_slots={num_slots}, camera_size={camera_size}, max_steps={max_steps}: expected at least 1"
             )
-        if render_backend == "none" and cameras:
-            raise ValueError(f"env.render_backend is 'none' but env.cameras is {list(cameras)}; set env.cameras: []")
         defaults = TASKS.get(task, Task(task.rsplit("-v", 1)[0], 100))
         self.num_slots = num_slots
         self._task, self._instruction = task, instruction or defaults.instruction

@@ -157,8 +157,7 @@ class Simulation:
             del self.env.scene.sensors[sensor]
         if self._light and not self._gpu and "ground" in self.env.scene.actors:
             for entity in self.env.scene.actors["ground"]._objs:
-                if body := entity.find_component_by_type(sapien.render.RenderBodyComponent):  # none where none is drawn
-                    body.visibility = 0
+                entity.find_component_by_type(sapien.render.RenderBodyComponent).visibility = 0
 
     @_without_history
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
