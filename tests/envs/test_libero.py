@@ -195,6 +195,18 @@ def test_expert_succeeds_through_the_environment(expert):
     assert sum(expert_episode(expert, episode(i), 8)[-1].result.success for i in range(4)) >= 3
 
 
+def test_an_expert_that_grasps_too_high_fails():
+    with child(EXPERT, suite="libero_object", tasks=[BBQ_SAUCE], cameras=[], grasp_error=[0.0, 0.0, 0.1]) as high:
+        assert not any(c.result.success for c in expert_episode(high, episode(), 8))
+
+
+@pytest.mark.parametrize("error", [[0.01], [0.0, 0.0, float("inf")]])
+def test_an_error_of_the_grasp_has_three_finite_components(error):
+    with pytest.raises(EnvError, match="env.grasp_error is .* expected three numbers, m along x, y and z"):
+        with child(EXPERT, suite="libero_object", tasks=[BBQ_SAUCE], cameras=[], grasp_error=error):
+            pass
+
+
 def test_success_ends_the_episode_inside_a_chunk(expert):
     length = sum(int(c.result.valid.sum()) for c in expert_episode(expert, episode(), 8))
     steps = next(n for n in (16, 17, 18) if length % n not in (0, 1))

@@ -7,7 +7,7 @@ handle (``envs.process.EnvProcess``) has the same methods, so code above does no
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, Sequence, runtime_checkable
 
 import numpy as np
 
@@ -63,6 +63,15 @@ class ExpertEnv(ChunkEnv, Protocol):
         ``noise``: see ``ActionNoise``. Images are rendered once, after the last executed step.
         """
         ...
+
+
+NO_ERROR = (0.0, 0.0, 0.0)
+
+
+def check_grasp_error(grasp_error: Sequence[float]) -> None:
+    """ValueError unless it is three finite numbers: m along x, y and z of the world, beside an expert's grasp point."""
+    if len(grasp_error) != 3 or not np.isfinite(np.asarray(grasp_error, np.float64)).all():
+        raise ValueError(f"env.grasp_error is {grasp_error}, expected three numbers, m along x, y and z")
 
 
 class ActionNoise:

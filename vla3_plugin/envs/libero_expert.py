@@ -7,12 +7,12 @@ it corrects disturbed actions, and it plans anew when it loses the object. It ne
 from __future__ import annotations
 
 import copy
-from typing import Any, Iterator, Optional
+from typing import Any, Iterator, Optional, Sequence
 
 import numpy as np
 
 from vla3_plugin.contract import Episode, Observation
-from vla3_plugin.envs.base import ActionNoise, ExpertChunk
+from vla3_plugin.envs.base import NO_ERROR, ActionNoise, ExpertChunk, check_grasp_error
 from vla3_plugin.envs.libero import LiberoEnv
 
 SUITES = ("libero_object", "libero_spatial")
@@ -38,16 +38,19 @@ def _turned(yaw: float) -> np.ndarray:
 
 
 class PickAndPlace:
-    """Drives one episode. ``sim`` is robosuite's environment right after the reset, its hand open."""
+    """Drives one episode. ``sim`` is robosuite's environment right after the reset, its hand open.
 
-    def __init__(self, sim: Any) -> None:
+    ``error`` [3], m in the world: how far beside its grasp point it takes hold.
+    """
+
+    def __init__(self, sim: Any, error: Sequence[float] = NO_ERROR) -> None:
         goals = sim.parsed_problem["goal_state"]
         if len(goals) != 1 or goals[0][0] not in ("in", "on") or goals[0][1] not in sim.objects_dict:
             raise ValueError(
                 f"the task's goal {goals} is not to put one object in or on another: the scripted expert knows the "
                 f"suites {list(SUITES)}"
             )
-        self._sim = sim
+        self._sim, self._error = sim, np.asarray(error, np.float64)
         self._relation, self._object, self._place = goals[0]
         self._remember_open_hand()
         self._plan()
@@ -88,7 +91,8 @@ class PickAndPlace:
 
     def _to_grasp(self) -> np.ndarray:
         """Displacement (m) from the grip site to where it should take hold."""
-        return self._position(self._object) + self._rotation(self._object) @ self._grasp - self._hand()[0]
+        point = self._position(self._object) + self._rotation(self._object) @ self._grasp
+        return point + self._error - self._hand()[0]
 
     def _carry(self) -> np.ndarray:
         """Displacement (m) that the object should make: up, across once it is high enough, then down."""
@@ -223,19 +227,31 @@ class PickAndPlace:
 
 
 class LiberoExpert(LiberoEnv):
-    """``ExpertEnv``: a ``LiberoEnv`` that drives itself on the suites of ``SUITES``."""
+    """``ExpertEnv``: a ``LiberoEnv`` that drives itself on the suites of ``SUITES``.
 
-    def __init__(self, num_slots: int = 1, suite: str = "libero_object", **options: Any) -> None:
+    ``grasp_error`` [x, y, z], m in the world: how far beside its grasp point it takes hold, as with a camera that was
+    calibrated badly.
+    """
+
+    def __init__(
+        self,
+        num_slots: int = 1,
+        suite: str = "libero_object",
+        grasp_error: Sequence[float] = NO_ERROR,
+        **options: Any,
+    ) -> None:
         if suite not in SUITES:
             raise ValueError(f"env.suite is {suite!r}: there are scripted experts for {list(SUITES)}")
+        check_grasp_error(grasp_error)
         super().__init__(num_slots=num_slots, suite=suite, **options)
+        self._grasp_error = grasp_error
         self._expert: Optional[PickAndPlace] = None
         self._noise: Optional[ActionNoise] = None
         self._seed = 0
 
     def reset(self, slot: int, episode: Episode) -> Observation:
         observation = super().reset(slot, episode)
-        self._expert = PickAndPlace(self._sim_env)
+        self._expert = PickAndPlace(self._sim_env, self._grasp_error)
         self._seed = episode.seed
         self._noise = None
         return observation

@@ -11,14 +11,13 @@ from typing import Any, Sequence
 import numpy as np
 
 from vla3_plugin.contract import Episode, Observation
-from vla3_plugin.envs.base import ActionNoise, ExpertChunk
+from vla3_plugin.envs.base import NO_ERROR, ActionNoise, ExpertChunk, check_grasp_error
 from vla3_plugin.envs.maniskill import ManiSkillEnv
 
 METRE = 10.0  # action per metre that the controller is asked for (1.0 is 10 cm)
 GAIN = 1.2  # asked-for displacement per remaining displacement: makes up for the arm's lag
 SPEED = 0.4  # largest action: about 1.6 cm a step, slow enough that a policy sees the cube before it closes
 OPEN, CLOSED = 1.0, -1.0
-NO_ERROR = (0.0, 0.0, 0.0)
 HALF = 0.02  # m, half the edge of the cubes
 NEAR = 0.012  # m, close enough to grasp
 LOST = 0.05  # m between hand and object: it slipped out of the hand
@@ -178,8 +177,7 @@ class ManiSkillExpert(ManiSkillEnv):
     ) -> None:
         if not 0 < speed <= 1:
             raise ValueError(f"env.speed is {speed}, the expert's largest action: expected above 0 and at most 1")
-        if len(grasp_error) != 3:
-            raise ValueError(f"env.grasp_error is {grasp_error}, expected three numbers, m along x, y and z")
+        check_grasp_error(grasp_error)
         if task == "PushCube-v1" and any(grasp_error):
             raise ValueError(f"env.grasp_error is {grasp_error}, and the expert of PushCube-v1 grasps nothing")
         if task not in EXPERTS:
