@@ -28,7 +28,9 @@ class EnvConfig:
     name: str = "maniskill"
     options: dict[str, Any] = field(default_factory=dict)  # passed to the environment's constructor
     tasks: list[int] | None = None  # None: all tasks of the environment
-    workers: int = 1  # env workers (Ray actors)
+    workers: int = 1  # env workers
+    host: str = "own"  # process of an env worker: own (a Ray actor) | policy_worker (that of the policy that it asks)
+    isolation: str = "child"  # simulators: child (interpreters of their own) | none (in the env worker's process)
     shards_per_worker: int = 2  # simulator processes of one worker; each steps on its own
     envs_per_shard: int = 1  # environments in one simulator process; they step together
     pipeline_stage_num: int = 1  # parts of a worker's shards that take turns with the policy (synchronous interaction)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vla3_plugin.algorithms.granularity import check_granularity, parse_level
 
 if TYPE_CHECKING:
-    from vla3_plugin.config import AlgorithmConfig, VLA3Config
+    from vla3_plugin.config import AlgorithmConfig, EnvConfig, VLA3Config
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,8 @@ RANGES: dict[str, Range] = {
 }
 CHOICES: dict[str, tuple[str, ...]] = {
     "profile": ("auto", "cpu", "gpu"),
+    "env.host": ("own", "policy_worker"),
+    "env.isolation": ("child", "none"),
     "algorithm.adv_type": ("gae", "grpo"),
     "algorithm.loss_type": ("actor", "actor_critic"),
     "algorithm.bootstrap_type": ("standard", "always"),
@@ -196,8 +198,25 @@ def contradictions(config: VLA3Config) -> list[str]:
             f"vla3.env.pipeline_stage_num: {env.pipeline_stage_num}, expected at most vla3.env.shards_per_worker = "
             f"{env.shards_per_worker}"
         )
+    if env.isolation == "none":
+        faults += _inline_faults(env)
     levels_known = not any("_type" in fault for fault in faults)
     return faults + (_streaming_faults(config.algorithm) if stages.streaming.enabled and levels_known else [])
+
+
+def _inline_faults(env: EnvConfig) -> list[str]:
+    """What a simulator in the env worker's own process cannot have."""
+    key, faults = "vla3.env.isolation: 'none'", []
+    if env.python is not None:
+        faults.append(f"{key} with vla3.env.python: {env.python!r}, another interpreter; set isolation=child")
+    if env.shards_per_worker > 1:
+        faults.append(
+            f"{key} with vla3.env.shards_per_worker: {env.shards_per_worker}, expected 1: simulators in one process "
+            "share its interpreter lock, its threads and whatever they keep in globals; raise envs_per_shard or workers"
+        )
+    if env.recycle_mb is not None:
+        faults.append(f"{key} with vla3.env.recycle_mb: {env.recycle_mb:g}, which is a child's; leave it null")
+    return faults
 
 
 def _streaming_faults(a: AlgorithmConfig) -> list[str]:

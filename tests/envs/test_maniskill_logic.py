@@ -11,6 +11,7 @@ import pytest
 from vla3_plugin.contract import Episode
 from vla3_plugin.envs import maniskill
 from vla3_plugin.envs.maniskill import ManiSkillEnv
+from vla3_plugin.rows import stack_rows
 
 
 class FakeSimulation:
@@ -46,17 +47,19 @@ class FakeSimulation:
     def worth(self) -> np.ndarray:
         return (0.25 * self.count).astype(np.float32)  # after a reset: of its row and its seed
 
-    def capture(self, images: bool = True) -> dict[str, Any]:
-        self.captures += images
+    def capture(self, images: np.ndarray | None = None) -> dict[str, Any]:
         rows = len(self.count)
-        picture = np.zeros((rows, self.size, self.size, 3), np.uint8) + self.count[:, None, None, None].astype(np.uint8)
+        if images is not None:
+            self.captures += 1
+            assert images.shape == (rows, len(self.cameras), self.size, self.size, 3)
+            images[:] = self.count[:, None, None, None, None].astype(np.uint8)
         state = {
             "qpos": np.stack([self.count, self.count], axis=1),
             "is_grasped": np.zeros(rows, np.bool_),
             "tcp_pose": np.zeros((rows, 7)),
             "goal_pos": np.zeros((rows, 3)),
         }
-        return {"state": state, "images": {camera: picture.copy() for camera in self.cameras} if images else {}}
+        return {"state": state, "images": images}
 
 
 @pytest.fixture
@@ -100,6 +103,17 @@ def test_a_chunk_is_drawn_once_at_its_end(make, backend):
     drawn = sum(sim.captures for sim in FakeSimulation.made) - before
     assert drawn == (3 if backend == "cpu" else 1)
     assert [r.observation.images["base_camera"][0, 0, 0] for r in results] == [4, 14, 24]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_what_slots_show_after_a_chunk_lies_in_one_piece(make, backend):
+    env = make(num_slots=3, sim_backend=backend)
+    for slot in range(3):
+        env.reset(slot, episode(10 * slot))
+    shown = [result.observation.images for result in env.chunk_step([0, 1, 2], chunk(0, 0, slots=3))]
+    batch = stack_rows([stack_rows([images[camera] for camera in env.spec.cameras]) for images in shown])
+    assert np.shares_memory(batch, shown[0]["base_camera"]) and np.shares_memory(batch, shown[2]["hand_camera"])
+    assert batch[:, 1, 0, 0, 0].tolist() == [2, 12, 22]
 
 
 def test_success_ends_the_episode_inside_the_chunk(make):

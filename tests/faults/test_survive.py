@@ -7,15 +7,13 @@ the end is the account of every group. In the table of docs/reliability.md each 
 import json
 import math
 import os
-import re
 import signal
 import time
 
 import psutil
 import pytest
-from whole_runs import MODES, marked, mode_overrides, wait_for
+from whole_runs import MODES, Living, mode_overrides, wait_for
 
-from vla3_plugin.telemetry.faults import FAULTS_FILE
 from vla3_plugin.telemetry.ledger import read_ledger
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -33,52 +31,6 @@ FAULTS = [
     (ENV, signal.SIGKILL, ["env_worker_lost", "env_worker_restarted"]),
     (ENV, signal.SIGSTOP, ["env_worker_lost", "env_worker_restarted"]),
 ]
-
-
-class Living:
-    """A run that is under way."""
-
-    def __init__(self, start_run, directory, *overrides):
-        self.directory = directory / "run"
-        self.process, self.tag, self.log = start_run(self.directory, *overrides)
-
-    def processes(self, pattern):
-        return [p for p in self.marked() if re.search(pattern, " ".join(p.cmdline()))]
-
-    def marked(self):
-        return marked(self.tag)
-
-    @property
-    def steps(self):
-        file = self.directory / "metrics.jsonl"
-        return file.read_text().count("\n") if file.is_file() else 0
-
-    @property
-    def faults(self):
-        file = self.directory / FAULTS_FILE
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-
-    def until(self, moment):
-        """``after a step``: weights are being published; ``within a step``: half of a step later."""
-        seen = self.steps
-        assert wait_for(lambda: self.steps > seen, 120), self.tail()
-        if moment == "within a step":
-            times = [json.loads(line)["time"] for line in self.rows()[-3:]]
-            time.sleep(min(5.0, (times[-1] - times[0]) / 4))
-
-    def rows(self):
-        return (self.directory / "metrics.jsonl").read_text().splitlines()
-
-    def given_up(self):
-        return {e for f in self.faults if f["kind"] == "episode_quarantined" for e in f["episodes"]}
-
-    def goes_on(self, steps, seconds):
-        target = self.steps + steps
-        assert wait_for(lambda: self.steps >= target or self.process.poll() is not None, seconds), self.tail()
-        assert self.process.poll() is None, self.tail()
-
-    def tail(self):
-        return self.log.read_text()[-3000:]
 
 
 @pytest.fixture(scope="module", params=MODES)

@@ -59,6 +59,22 @@ def test_all_stages_at_lag_0_learn_what_the_synchronous_run_learns(synchronous, 
     assert all(row["staleness/max"] == 0 for row in run.metrics)
 
 
+@pytest.mark.parametrize("stages", [[], [*ON, "vla3.stages.training.max_staleness=0"]], ids=["one clock", "three"])
+def test_env_workers_in_their_policys_process_learn_what_they_learn_in_their_own(
+    synchronous, launch, line, tmp_path, stages
+):
+    """Simulators in child interpreters, and in that process too; no observation crosses from env to policy worker."""
+    inline = ["vla3.env.isolation=none", "vla3.env.shards_per_worker=1"] if stages else []
+    run = launch(tmp_path / "run", *line, *SAME, *SHORT, *stages, "vla3.env.host=policy_worker", *inline)
+    assert_same_policy(weights(synchronous("ppo")), weights(run))
+    theirs = synchronous("ppo").metrics
+    for row, other in zip(run.metrics, theirs, strict=True):
+        assert row["traffic/data/env_to_policy"] == row["traffic/data/policy_to_env"] == 0
+        assert other["traffic/data/env_to_policy"] > 0 < other["traffic/data/policy_to_env"]
+        crossed = row["traffic/data/simulator_to_env"]
+        assert crossed == 0 if inline else crossed > 0
+
+
 def test_a_token_policy_at_lag_0_learns_what_it_learns_synchronously(launch, toy_record, tmp_path):
     """OpenVLA-OFT's nano policy from fresh weights; tokens are discrete, so other weights would play other episodes."""
     tokens = [

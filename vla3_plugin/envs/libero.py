@@ -220,7 +220,8 @@ class LiberoEnv:
             rewards[i], terminated[i], truncated[i] = self._control_step(act(i))
             valid[i] = True
             if record and self._cameras:
-                frames.append(self._render(self._cameras[:1])[self._cameras[0]])
+                frame = np.empty((1, self._size, self._size, 3), np.uint8)
+                frames.append(self._render(self._cameras[:1], frame)[self._cameras[0]])
             if terminated[i] or truncated[i]:
                 self._running = False
                 break
@@ -252,9 +253,11 @@ class LiberoEnv:
 
     def _observe(self) -> Observation:
         assert self._task_id is not None
-        images = self._render(self._cameras)
+        # in one piece, so that a batch of it needs no copy
+        canvas = np.empty((len(self._cameras), self._size, self._size, 3), np.uint8)
+        images = self._render(self._cameras, canvas)
         if self._mirrored:
-            images = {camera: np.ascontiguousarray(image[:, ::-1]) for camera, image in images.items()}
+            canvas[:] = canvas[:, :, ::-1].copy()
         return Observation(images, self._state(), self.spec.instructions[self._task_id])
 
     def _state(self) -> np.ndarray:
@@ -273,7 +276,8 @@ class LiberoEnv:
             parts += [states[0]["pos"], convert_quat(np.array(states[0]["quat"]), to="xyzw"), states[1]["pos"]]
         return np.concatenate(parts).astype(np.float32)
 
-    def _render(self, cameras: Sequence[str]) -> dict[str, np.ndarray]:
+    def _render(self, cameras: Sequence[str], canvas: np.ndarray) -> dict[str, np.ndarray]:
+        """What each of ``cameras`` sees, drawn into ``canvas`` uint8 [cameras, H, W, 3]."""
         if not cameras:
             return {}
         if self._renderer is None:
@@ -281,7 +285,9 @@ class LiberoEnv:
             self._renderer = _Renderer(
                 sim.model._model, sim.data._data, self._size, self._reflections, self._light_meshes
             )
-        return {camera: self._renderer(CAMERAS[camera]) for camera in cameras}
+        for camera, image in zip(cameras, canvas):
+            self._renderer(CAMERAS[camera], image)
+        return dict(zip(cameras, canvas))
 
     def _drop_renderer(self) -> None:
         if self._renderer is not None:
@@ -310,10 +316,10 @@ class _Renderer:
         self._options.geomgroup[0] = 0  # collision shapes
         self._options.geomgroup[1] = 1  # visual meshes
 
-    def __call__(self, camera: str) -> np.ndarray:
-        """uint8 [size, size, 3], upright."""
+    def __call__(self, camera: str, image: np.ndarray) -> None:
+        """Draw into ``image`` uint8 [size, size, 3], upright."""
         self._renderer.update_scene(self._data, camera=camera, scene_option=self._options)
-        return self._renderer.render()
+        self._renderer.render(out=image)
 
     def close(self) -> None:
         self._renderer.close()

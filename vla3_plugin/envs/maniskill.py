@@ -167,7 +167,7 @@ class ManiSkillEnv:
         sim, row = self._sim_of(slot)
         sim.reset(row, episode.seed)
         self._slots[slot] = _Slot(running=True, worth=sim.worth()[row] if self._reward == "progress" else 0.0)
-        return self._observation(sim.capture(), row)
+        return self._observation(sim.capture(self._canvas(sim.env.num_envs)), row)
 
     def chunk_step(self, slots: list[int], actions: np.ndarray, record: bool = False) -> list[ChunkResult]:
         check_actions(actions, self.spec, f"{self._task}: chunk_step")
@@ -187,9 +187,13 @@ class ManiSkillEnv:
         index, row = self._place[slot]
         return self._sims[index], row
 
+    def _canvas(self, rows: int) -> np.ndarray:
+        """Memory for what every camera sees of every row, in one piece, so that a batch of it needs no copy."""
+        return np.empty((rows, len(self._cameras), self._size, self._size, 3), np.uint8)
+
     def _observation(self, raw: dict[str, Any], row: int) -> Observation:
         return Observation(
-            images={camera: raw["images"][camera][row].copy() for camera in self._cameras},
+            images={camera: raw["images"][row, i] for i, camera in enumerate(self._cameras)},
             state=np.concatenate([np.ravel(value[row]) for value in raw["state"].values()]).astype(np.float32),
             instruction=self._instruction,
         )
@@ -200,6 +204,7 @@ class ManiSkillEnv:
             if not 0 <= slot < self.num_slots or not self._slots[slot].running:
                 raise RuntimeError(f"{self._task}: chunk_step in slot {slot} before reset, or after its episode ended")
         results: dict[int, ChunkResult] = {}
+        canvas = self._canvas(self.num_slots)
         for index, sim in enumerate(self._sims):
             here = [slot for slot in range(self.num_slots) if self._place[slot][0] == index]
             rows = {slot: self._place[slot][1] for slot in here if slot in slots}
@@ -210,14 +215,15 @@ class ManiSkillEnv:
                     f"{list(rows)}: they can only be stepped together"
                 )
             if rows:
-                results.update(self._execute_sim(sim, rows, length, act, record))
+                part = canvas[here[0] : here[0] + len(here)]
+                results.update(self._execute_sim(sim, rows, length, act, record, part))
         return [results[slot] for slot in slots]
 
     def _execute_sim(
-        self, sim: Simulation, rows: dict[int, int], length: int, act: Act, record: bool
+        self, sim: Simulation, rows: dict[int, int], length: int, act: Act, record: bool, canvas: np.ndarray
     ) -> dict[int, ChunkResult]:
         """``rows``: slot to row of the simulation. Images are drawn where they are needed: at an episode's end and at
-        the chunk's, after every step for a recording."""
+        the chunk's, after every step for a recording. The last are drawn into ``canvas``."""
         log = {slot: _Log(length) for slot in rows}
         results: dict[int, ChunkResult] = {}
         live = list(rows)
@@ -232,9 +238,10 @@ class ManiSkillEnv:
             alive = [slot for slot in live if self._slots[slot].running]
             finished = live if step == length - 1 else [slot for slot in live if slot not in alive]
             if record or finished:
-                raw = sim.capture()
+                last = finished == live
+                raw = sim.capture(canvas if last else self._canvas(sim.env.num_envs))
                 for slot in live if record and self._cameras else []:
-                    log[slot].frames.append(raw["images"][self._cameras[0]][rows[slot]].copy())
+                    log[slot].frames.append(raw["images"][rows[slot], 0].copy())
                 for slot in finished:
                     results[slot] = log[slot].result(self._slots[slot], self._observation(raw, rows[slot]))
             live = alive
@@ -263,7 +270,7 @@ class ManiSkillEnv:
 
 def _state_names(sim: Simulation) -> list[str]:
     names = []
-    for name, value in sim.capture(images=False)["state"].items():
+    for name, value in sim.capture()["state"].items():
         width = int(np.prod(value.shape[1:]))
         parts = SUFFIXES.get(width, tuple(str(i) for i in range(width)))
         if name == "qpos":

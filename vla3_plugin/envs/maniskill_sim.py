@@ -177,18 +177,22 @@ class Simulation:
         return _numpy(self.env.get_reward(obs=self.env.get_obs(info, unflattened=True), action=still, info=info))
 
     @_without_history
-    def capture(self, images: bool = True) -> dict[str, Any]:
-        """What ManiSkill shows now: ``state`` and ``images``, both name to array [rows, ...]."""
+    def capture(self, images: Optional[np.ndarray] = None) -> dict[str, Any]:
+        """What ManiSkill shows now: ``state``, name to array [rows, ...], and what the cameras see, drawn into
+        ``images`` uint8 [rows, cameras, H, W, 3] (None: not drawn)."""
         observed = self.env.get_obs(unflattened=True)
         state = {"qpos": _numpy(observed["agent"]["qpos"])}
         state |= {name: _numpy(value) for name, value in observed["extra"].items()}
         if self._privileged:
             things = {name: a for name, a in self.env.scene.actors.items() if name not in SCENERY}
             state |= {f"{name}_pose": _numpy(actor.pose.raw_pose) for name, actor in things.items()}
-        if not images or not self._cameras:
-            return {"state": state, "images": {}}
-        drawn = self._draw()
-        return {"state": state, "images": {c: _numpy(drawn[c]["rgb"]).astype(np.uint8) for c in self._cameras}}
+        if images is not None and self._cameras:
+            import torch
+
+            drawn = self._draw()
+            for i, camera in enumerate(self._cameras):
+                torch.from_numpy(images[:, i]).copy_(drawn[camera]["rgb"])
+        return {"state": state, "images": images}
 
 
 def cuda_found() -> bool:

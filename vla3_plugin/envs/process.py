@@ -84,6 +84,8 @@ class EnvProcess:
         name: what errors call it; by default the target.
         environ: environment variables for the child, beside this process's.
         paths: appended to the child's ``sys.path`` (third-party code that is not installed there).
+        borrow: observations are views of the memory that the child writes to, without a copy: a slot's keep their
+            values until its next chunk or reset, those of an episode's end until the next one ends.
 
     The ``start_*`` and ``finish_*`` halves let several children work at the same time; the plain methods do both.
 
@@ -102,8 +104,9 @@ class EnvProcess:
         name: Optional[str] = None,
         environ: Optional[Mapping[str, str]] = None,
         paths: Sequence[str] = (),
+        borrow: bool = False,
     ) -> None:
-        self.name, self.timeout_s = name or target, timeout_s
+        self.name, self.timeout_s, self._borrow = name or target, timeout_s, borrow
         self._episodes: dict[int, Episode] = {}
         self._slots: list[int] = []
         self._what, self._pending = "starting", False
@@ -243,8 +246,10 @@ class EnvProcess:
         return self._block[f"{slot}.{name}"]
 
     def _observation(self, slot: int, kind: str, instruction: str) -> Observation:
-        images = {camera: self._shared(slot, f"{kind}.{camera}").copy() for camera in self.spec.cameras}
-        state = self._shared(slot, f"{kind}.state").copy()
+        images = {camera: self._shared(slot, f"{kind}.{camera}") for camera in self.spec.cameras}
+        state = self._shared(slot, f"{kind}.state")
+        if not self._borrow:
+            images, state = {camera: image.copy() for camera, image in images.items()}, state.copy()
         traffic.count("simulator_to_env", [*images.values(), state])
         return Observation(images, state, instruction)
 

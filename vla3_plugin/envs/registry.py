@@ -8,6 +8,7 @@ import os
 from importlib.metadata import entry_points
 from typing import Any, Optional
 
+from vla3_plugin.envs.inline import InlineEnv
 from vla3_plugin.envs.process import EnvProcess
 from vla3_plugin.envs.rendering import ASSIGNED, child_environment
 
@@ -59,3 +60,8 @@ def make_env(env: str, options: dict[str, Any], **settings: Any) -> EnvProcess:
         chosen = child_environment(os.environ, draws_with_egl=env == "libero" and not software)
         settings["environ"] = {**chosen, **(settings.get("environ") or {})}
     return EnvProcess(env_target(env), options, **settings)
+
+
+def make_inline_env(env: str, options: dict[str, Any], **settings: Any) -> InlineEnv:
+    """The named simulator in this process; ``settings`` go to ``InlineEnv``."""
+    return InlineEnv(env_target(env), options, **settings)

@@ -76,33 +76,39 @@ def unnamed_file() -> IO[bytes]:
 
 
 class Block:
-    """Arrays of every slot at fixed places of the shared file, laid out from the spec alone, the same on both sides."""
+    """Arrays of every slot at fixed places of the shared file, laid out from the spec alone, the same on both sides.
+
+    The images of all slots and cameras lie one after another, so that a batch of them needs no copy: see ``rows``.
+    """
 
     def __init__(self, fd: int, spec: EnvSpec, num_slots: int, create: bool) -> None:
         layout: list[tuple[str, tuple[int, ...], str]] = []
+        slots = range(num_slots)
         first = next(iter(spec.cameras.values()), (1, 1))
-        for slot in range(num_slots):
-            for kind in ("observation", "final"):
-                for camera, (height, width) in spec.cameras.items():
-                    layout.append((f"{slot}.{kind}.{camera}", (height, width, 3), "uint8"))
-                layout.append((f"{slot}.{kind}.state", (spec.state_dim,), "float32"))
+        for kind in ("observation", "final"):
+            layout += [(f"{s}.{kind}.{c}", (*size, 3), "uint8") for s in slots for c, size in spec.cameras.items()]
+        layout += [(f"{s}.frames", (MAX_CHUNK, *first, 3), "uint8") for s in slots]
+        for kind in ("observation", "final"):
+            layout += [(f"{s}.{kind}.state", (spec.state_dim,), "float32") for s in slots]
+        for slot in slots:
             layout.append((f"{slot}.actions", (MAX_CHUNK, spec.action_dim), "float32"))
             layout.append((f"{slot}.expert", (MAX_CHUNK, spec.action_dim), "float32"))
             layout.append((f"{slot}.rewards", (MAX_CHUNK,), "float32"))
             for flag in ("terminated", "truncated", "valid"):
                 layout.append((f"{slot}.{flag}", (MAX_CHUNK,), "bool"))
-            layout.append((f"{slot}.frames", (MAX_CHUNK, first[0], first[1], 3), "uint8"))
         places, offset = [], 0
         for name, shape, dtype in layout:
+            size, align = int(np.prod(shape)) * np.dtype(dtype).itemsize, np.dtype(dtype).itemsize
+            offset = -(-offset // align) * align
             places.append((name, shape, dtype, offset))
-            size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-            offset += -(-size // 64) * 64
+            offset += size
         if create:
             os.ftruncate(fd, offset)
         self._map = mmap.mmap(fd, max(offset, 1))
         self.bytes = offset
+        whole = np.frombuffer(self._map, dtype=np.uint8)
         self.arrays = {
-            name: np.frombuffer(self._map, dtype=dtype, count=int(np.prod(shape)), offset=place).reshape(shape)
+            name: whole[place : place + int(np.prod(shape)) * np.dtype(dtype).itemsize].view(dtype).reshape(shape)
             for name, shape, dtype, place in places
         }
 

@@ -92,6 +92,7 @@ def estimate(
     checkpointing: bool = False,
     env: str = "maniskill",
     env_workers: int = 0,
+    env_actors: int | None = None,
     env_processes: int = 1,
     slots_per_process: int = 1,
     other_processes: int = 3,
@@ -112,7 +113,8 @@ def estimate(
         through_vllm: inference replicas keep weights and what arrives in host memory, and sample with vLLM's copy.
         micro_batch, policy_batch: samples of one backward on one rank, and of one inference batch.
         towers: transformer stacks of the policy; none means that activations are not counted, and the part says so.
-        env_workers, env_processes, slots_per_process: as in ``vla3.env``.
+        env_workers, env_processes, slots_per_process: as in ``vla3.env``; env_actors: how many of the env workers have
+            a process of their own, all unless given.
         other_processes: driver, trainer, storage units.
         stored_samples, sample_bytes: samples the store holds at once, and the size of one.
         device: where actor and policy workers keep tensors. Simulators and processes stay in host memory.
@@ -170,7 +172,7 @@ def estimate(
     each = cost.process + (slots_per_process - 1) * cost.further
     basis = "measured" if env in ENV_COSTS else f"{env} is not in the table, counted as libero"
     how = f"{processes} process(es) of {slots_per_process} slot(s) x {each / GB:.2f} GB, {basis}"
-    python = actor_workers + policy_workers + env_workers + other_processes
+    python = actor_workers + policy_workers + (env_workers if env_actors is None else env_actors) + other_processes
     rows += [
         ("simulators", processes * each, "host", how),
         ("processes", python * PROCESS_BYTES, "host", f"{python} Python processes x {PROCESS_BYTES / GB:.1f} GB"),

@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf, open_dict
 
 from vla3_plugin.placement.pools import MODEL, SIMULATOR, budget_faults
-from vla3_plugin.placement.spec import KEY, Cluster, Device, Placement, SpecError, devices_text, resolve
+from vla3_plugin.placement.spec import (
+    KEY,
+    Cluster,
+    Device,
+    Placement,
+    Process,
+    SpecError,
+    devices_text,
+    nearest,
+    resolve,
+)
 from vla3_plugin.profile import joins_a_cluster
 
 if TYPE_CHECKING:
@@ -35,7 +45,26 @@ def place(config: Any, vla3: VLA3Config) -> tuple[Placement | None, list[str]]:
     except SpecError as error:
         return None, error.faults
     faults = [*_shared_faults(config, placement), *_budget_faults(config, spec, placement)]
+    faults += _host_faults(placement) if vla3.env.host == "policy_worker" else []
     return (None, faults) if faults else (placement, [])
+
+
+def _host_faults(placement: Placement) -> list[str]:
+    """Env workers that cannot live in the process of the policy worker that they ask, since it is elsewhere."""
+    policies, faults = placement.components["rollout"], []
+    for env, rank in zip(placement.components["env"], nearest(placement), strict=True):
+        policy = policies[rank]
+        if env.node != policy.node or not set(env.devices) <= set(policy.devices):
+            faults.append(
+                f"{KEY}.component_placement.env: env worker {env.rank} on {_where(env)}, but with vla3.env.host: "
+                f"'policy_worker' it lives in the process of policy worker {rank} on {_where(policy)}; place env with "
+                "rollout, such as {'env,rollout': 0-1}, or set vla3.env.host=own"
+            )
+    return faults[:3]
+
+
+def _where(process: Process) -> str:
+    return devices_text(process.places) if process.devices else f"node {process.node}"
 
 
 def derive(config: Any, vla3: VLA3Config, placement: Placement) -> None:

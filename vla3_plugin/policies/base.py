@@ -53,7 +53,8 @@ class VLAPolicy(nn.Module):
         """Sample a chunk per row. Row i's noise depends on ``noise_keys[i]`` alone, not on its place in the batch.
 
         ``train`` samples from the stochastic policy whose log-prob is returned; ``eval`` is the noise-free policy
-        (for a flow policy: the initial noise is still drawn from the key, the denoising is the ODE).
+        (for a flow policy: the initial noise is still drawn from the key, the denoising is the ODE). ``inputs`` are
+        read only: they may be the simulator's own memory.
         """
         raise NotImplementedError
 

@@ -26,6 +26,7 @@ from vla3_plugin.contract import EnvSpec, Observation
 from vla3_plugin.policies.base import ActionChunk, NoiseKey, VLAPolicy
 from vla3_plugin.policies.chains import Chains, run_chains
 from vla3_plugin.policies.noise import keyed_generator
+from vla3_plugin.rows import stack_rows
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
@@ -129,9 +130,9 @@ class LatencyPolicy(VLAPolicy):
                 raise ValueError(f"actor_rollout_ref.model.options.{name}: {mine}, the environment has {theirs}")
 
     def prepare(self, observations: Sequence[Observation]) -> dict[str, Tensor]:
-        images = [torch.stack([torch.from_numpy(o.images[c]) for c in sorted(o.images)]) for o in observations]
+        images = [stack_rows([o.images[camera] for camera in sorted(o.images)]) for o in observations]
         return {
-            "pixels": torch.stack(images),
+            "pixels": torch.from_numpy(stack_rows(images)),
             "state": torch.stack([torch.from_numpy(o.state) for o in observations]),
         }
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from vla3_plugin.contract import EnvSpec, Observation
 from vla3_plugin.policies.prompts import FILE as TOKENIZER_FILE
 from vla3_plugin.policies.prompts import PromptTokenizer, load_tokenizer
+from vla3_plugin.rows import stack_rows
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -263,10 +264,10 @@ class Processing:
                 raise ProcessingError(
                     f"state has shape {list(observation.state.shape)}, the policy was made for [{self.state_dim}]"
                 )
-            pixels.append(np.stack(images))
+            pixels.append(stack_rows(images))
             states.append(observation.state)
         return {
-            "pixels": torch.from_numpy(np.stack(pixels)),
+            "pixels": torch.from_numpy(stack_rows(pixels)),
             "state": torch.from_numpy(np.stack(states).astype(np.float32, copy=False)),
         }
 

@@ -71,7 +71,9 @@ class ServedPolicy:
         return self.policy  # type: ignore[return-value]
 
     def _tensors(self, inputs: Arrays) -> dict[str, Tensor]:
-        return {name: torch.from_numpy(np.array(value)).to(self.device) for name, value in inputs.items()}
+        # what came from another process by Ray cannot be written to, and torch wants tensors that can
+        ready = {name: value if value.flags.writeable else value.copy() for name, value in inputs.items()}
+        return {name: torch.from_numpy(value).to(self.device) for name, value in ready.items()}
 
     def _arrays(self, chunk: ActionChunk, noise_keys: Sequence[NoiseKey]) -> Arrays:
         output = {"actions": chunk.actions, "logprob": chunk.logprob, "value": chunk.value}

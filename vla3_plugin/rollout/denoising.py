@@ -14,13 +14,13 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from vla3_plugin.policies.base import NoiseKey
 from vla3_plugin.policies.chains import Chains
 from vla3_plugin.policies.serve import Arrays, ServedPolicy
 from vla3_plugin.rollout.batcher import Batcher, Ticket, worth_joining
+from vla3_plugin.rows import stack_rows
 from vla3_plugin.telemetry import clock
 from vla3_plugin.telemetry.timeline import Timeline
 
@@ -225,8 +225,8 @@ def _take(batcher: Batcher, timeout: float | None, timeline: Timeline) -> list[T
 
 def _stacked(tickets: Sequence[Ticket]) -> tuple[Arrays, list[NoiseKey]]:
     """Inputs [B, ...] and noise keys of a batch."""
-    rows = [ticket.payload[0] for ticket in tickets]
-    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}, [t.payload[1] for t in tickets]
+    inputs, keys = zip(*(ticket.payload for ticket in tickets), strict=True)
+    return {name: stack_rows([row[name] for row in inputs]) for name in inputs[0]}, list(keys)
 
 
 def _answer(tickets: Sequence[Ticket], arrays: Arrays) -> int:

@@ -1,4 +1,6 @@
-"""The env worker: a process that owns simulator children, asks its policy worker for chunks and stores trajectories.
+"""The env worker: it owns simulators, asks its policy worker for chunks and stores trajectories.
+
+A Ray actor of its own, its simulators in child interpreters; or in its policy worker's process (``rollout.hosting``).
 
 Its interaction loops draw from one queue of assigned episodes. With asynchronous interaction there is a loop a shard
 and none waits for another; otherwise one loop steps all of the worker's environments together, or
@@ -19,8 +21,7 @@ import numpy as np
 
 from vla3_plugin.contract import EnvSpec, Trajectory
 from vla3_plugin.envs.base import ChunkEnv
-from vla3_plugin.policies.base import NoiseKey
-from vla3_plugin.rollout.episodes import Assignment, EpisodeQueue, Mode
+from vla3_plugin.rollout.episodes import Assignment, EpisodeQueue
 from vla3_plugin.rollout.interaction import Arrays, Finished, Interaction, Quarantined
 from vla3_plugin.rollout.policy_client import PolicyClient
 from vla3_plugin.rollout.supervision import Limits, SupervisedEnv
@@ -83,7 +84,7 @@ class EnvWorker:
             Interaction(
                 part,
                 self._prepare,
-                self._act,
+                self.policy.act,
                 seed,
                 self.timeline,
                 f"shard {i}",
@@ -96,7 +97,7 @@ class EnvWorker:
             threading.Thread(target=self._play, args=(loop,), name=f"shard {i}", daemon=True).start()
 
     def connect(self, policy_workers: list[Any]) -> None:
-        """The policy workers to ask, its own first.
+        """The policy workers to ask (see ``PolicyClient``), its own first.
 
         Not the constructor's: Ray restarts an actor only while the constructor's arguments last, and handles do not.
 
@@ -112,11 +113,6 @@ class EnvWorker:
 
     def _prepare(self, observations: Sequence[Any]) -> Arrays:
         return {name: tensor.numpy() for name, tensor in self.preparer.prepare(observations).items()}
-
-    def _act(self, inputs: Arrays, keys: Sequence[NoiseKey], mode: Mode) -> Arrays:
-        output = self.policy.act(inputs, keys, mode)
-        traffic.count("policy_to_env", output)
-        return output
 
     def _tell(self, event: dict[str, Any]) -> None:
         self.done.put({"event": event})
@@ -173,11 +169,13 @@ class EnvWorker:
 
 
 def _simulator(env: dict[str, Any], name: str) -> ChunkEnv:
-    from vla3_plugin.envs.registry import make_env
+    from vla3_plugin.envs.registry import make_env, make_inline_env
 
+    if env["isolation"] == "none":
+        return make_inline_env(env["name"], env["options"], num_slots=env["envs_per_shard"], name=name)
     return make_env(
         env["name"], env["options"], num_slots=env["envs_per_shard"], python=env["python"], timeout_s=env["timeout_s"],
-        name=name,
+        name=name, borrow=True,
     )  # fmt: skip
 
 

@@ -63,7 +63,8 @@ class Interaction:
 
     Training episodes that were truncated get the value of their final observation; ``bootstrap_terminated``: those that
     ended by themselves too (``vla3.algorithm.bootstrap_type: always``). Episodes that were running in a simulator that
-    failed are played again from their start, at most ``attempts`` times.
+    failed are played again from their start, at most ``attempts`` times. Observations need to keep their values only as
+    an ``EnvProcess`` that lends them promises.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class Interaction:
                 running.update(begun)
                 for run in begun.values():
                     if run.assignment.record:
-                        run.frames.append(next(iter(run.observation.images.values())))
+                        run.frames.append(next(iter(run.observation.images.values())).copy())
 
     def _recycle(self, running: dict[Slot, _Running]) -> set[int]:
         """Replace the simulators that are due and have nothing running; the others that are due start nothing new."""
@@ -217,7 +218,8 @@ class Interaction:
             with self.timeline.span(self.lane, "wait:batch", requests=len(chosen)):
                 output = self.act(inputs, keys, mode)
             for row, i in enumerate(chosen):
-                answers[i] = {f"in.{name}": value[row] for name, value in inputs.items()}
+                # kept with the episode; what the policy saw may be memory that the simulator is about to write to
+                answers[i] = {f"in.{name}": value[row].copy() for name, value in inputs.items()}
                 answers[i] |= {name: value[row] for name, value in output.items()}
         return answers
 

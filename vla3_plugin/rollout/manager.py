@@ -22,6 +22,7 @@ from vla3_plugin.contract import EnvSpec, Episode
 from vla3_plugin.rollout import store
 from vla3_plugin.rollout.env_worker import EnvWorker
 from vla3_plugin.rollout.episodes import Assignment, Mode
+from vla3_plugin.rollout.hosting import HostedEnvWorker, actor_of, class_of
 from vla3_plugin.rollout.replacing import end_starting, replace
 from vla3_plugin.rollout.stopping import Stopped
 from vla3_plugin.rollout.supervision import Event
@@ -55,8 +56,9 @@ class InteractionManager:
         self.policy_workers = list(policy_workers)
         self.nearest = nearest or [rank % len(policy_workers) for rank in range(len(workers))]
         self.heartbeat_s, self.start_s = heartbeat_s, start_s
-        self.env_spec = EnvSpec.from_json(self._get([workers[0].spec.remote()], "start their simulators")[0])
-        self._get([self._connect(rank) for rank in range(len(workers))], "connect to the policy workers")
+        connected = [self._connect(rank) for rank in range(len(workers))]
+        self._get(connected, "start their simulators and connect to the policy workers")
+        self.env_spec = EnvSpec.from_json(ray.get(workers[0].spec.remote()))
         self._backlog: deque[Assignment] = deque()
         self._out: list[dict[int, Assignment]] = [{} for _ in workers]  # by episode id, per worker
         self._listening: list[float | None] = [None] * len(workers)  # since when each holds a call
@@ -81,26 +83,31 @@ class InteractionManager:
         model = config.actor_rollout_ref.model
         policy = {"path": model.path, "options": OmegaConf.to_container(model.options, resolve=True)}
         ray.get([server.configure.remote(stage) for server in llm_client])
-        restarts = vla3["max_worker_restarts"]
-        remote: Any = ray.remote(num_cpus=0, max_concurrency=4, max_restarts=restarts)(EnvWorker)
         from vla3_plugin.placement import resolve_ray, spec
 
         grid = resolve_ray.reserved
-        workers = [
-            remote.options(**(grid.env_options(rank) if grid is not None else {})).remote(
-                rank,
-                env,
-                policy,
-                vla3["seed"],
-                stage["enabled"],
-                vla3["run_dir"],
-                vla3["deadline_s"],
-                vla3["algorithm"]["bootstrap_type"] == "always",
-            )  # fmt: skip
-            for rank in range(env["workers"])
-        ]
-        slots = env["shards_per_worker"] * env["envs_per_shard"]
         close = spec.nearest(grid.placement) if grid is not None else None
+        arguments = (
+            env,
+            policy,
+            vla3["seed"],
+            stage["enabled"],
+            vla3["run_dir"],
+            vla3["deadline_s"],
+            vla3["algorithm"]["bootstrap_type"] == "always",
+        )
+        ranks = range(env["workers"])
+        close = close or [rank % len(llm_client) for rank in ranks]
+        options: list[Any] = [grid.env_options(rank) if grid is not None else {} for rank in ranks]
+        workers: list[Any]
+        if env["host"] == "policy_worker":
+            environs = [option.get("runtime_env", {}).get("env_vars", {}) for option in options]
+            workers = [HostedEnvWorker(llm_client[close[rank]], rank, arguments, environs[rank]) for rank in ranks]
+        else:
+            restarts = vla3["max_worker_restarts"]
+            remote: Any = ray.remote(num_cpus=0, max_concurrency=4, max_restarts=restarts)(EnvWorker)
+            workers = [remote.options(**options[rank]).remote(rank, *arguments) for rank in ranks]
+        slots = env["shards_per_worker"] * env["envs_per_shard"]
         return cls(
             workers, llm_client, slots, env["deadline_s"], stage["enabled"], vla3["heartbeat_s"],
             vla3["worker_start_s"], close,
@@ -327,12 +334,12 @@ class InteractionManager:
         for worker, since in enumerate(self._listening):
             if since is not None and time.monotonic() - since > _POLL_S + self.heartbeat_s:
                 self._listening[worker] = time.monotonic()
-                replace(self.workers[worker])
+                replace(actor_of(self.workers[worker]))
         late = [w for w in self._reviving if time.monotonic() - self._started[w] > self.start_s]
         if late:  # the new process can hang too
             for worker in late:
-                replace(self.workers[worker])
-            end_starting(EnvWorker.__name__, self.start_s / 2)
+                replace(actor_of(self.workers[worker]))
+            end_starting(class_of(self.workers[late[0]]), self.start_s / 2)
             self._started = dict.fromkeys(self._reviving, time.monotonic())  # others may have been ended with them
 
     def _check_deadline(self) -> None:

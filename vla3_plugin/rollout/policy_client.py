@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import ray
 
 from vla3_plugin.policies.base import NoiseKey
 from vla3_plugin.rollout.episodes import Mode
+from vla3_plugin.telemetry import traffic
 
 _PAUSE_S = 0.5  # between two rounds of asking workers of which none can answer
 
@@ -19,9 +21,21 @@ class NotServingError(RuntimeError):
     """The policy worker holds no verified weights yet: it was restarted a moment ago."""
 
 
+class InProcess(Protocol):
+    """A policy of this process: see ``hosting.LocalPolicy``."""
+
+    version: int
+
+    def act(
+        self, inputs: dict[str, np.ndarray], keys: Sequence[NoiseKey], mode: Mode, timeout: float
+    ) -> dict[str, np.ndarray]: ...
+
+
 class PolicyClient:
-    """``act`` as ``interaction.Act``. A request whose worker dies is asked again elsewhere: noise is keyed by episode
-    and chunk, so whoever answers under the same version gives the same chunk.
+    """``act`` as ``interaction.Act``. ``workers``: actor handles, or a policy ``InProcess``.
+
+    A request whose worker dies is asked again elsewhere: noise is keyed by episode and chunk, so whoever answers under
+    the same version gives the same chunk.
     """
 
     def __init__(self, workers: Sequence[Any], deadline_s: float) -> None:
@@ -36,8 +50,8 @@ class PolicyClient:
         while (left := start + self.deadline_s - time.monotonic()) > 0:
             for rank, worker in enumerate(self.workers):
                 try:
-                    return ray.get(worker.act.remote(inputs, list(keys), mode), timeout=max(left, 0.001))
-                except ray.exceptions.GetTimeoutError:
+                    return _ask(worker, inputs, keys, mode, max(left, 0.001))
+                except (ray.exceptions.GetTimeoutError, concurrent.futures.TimeoutError):
                     why[rank] = "no answer"
                     break
                 except (ray.exceptions.RayActorError, NotServingError) as error:
@@ -49,3 +63,15 @@ class PolicyClient:
             f"request (seed, episode, chunk): {tuple(keys[0])}; "
             + "; ".join(f"{self.workers[rank]}: {reason}" for rank, reason in why.items())
         )
+
+
+def _ask(
+    worker: Any, inputs: dict[str, np.ndarray], keys: Sequence[NoiseKey], mode: Mode, timeout: float
+) -> dict[str, np.ndarray]:
+    if isinstance(worker, ray.actor.ActorHandle):
+        output = ray.get(worker.act.remote(inputs, list(keys), mode), timeout=timeout)
+        traffic.count("policy_to_env", output)
+        return output
+    if worker.version < 0:
+        raise NotServingError("the policy of this process was restarted and waits for its weights")
+    return worker.act(inputs, list(keys), mode, timeout)

@@ -4,7 +4,7 @@ It is verl's CheckpointEngineWorker (so every checkpoint-engine backend can feed
 process: weights arrive in it, are verified as a whole, and are swapped in on the inference lane, between two batches.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from vla3_plugin.learner.weights import TRAINED_ONLY, WeightError
 from vla3_plugin.policies.base import NoiseKey
 from vla3_plugin.policies.serve import ServedPolicy
 from vla3_plugin.rollout.batcher import BatcherStats
+from vla3_plugin.rollout.hosting import EnvHost
 from vla3_plugin.rollout.inference_lane import BatchedLane, DirectLane
 from vla3_plugin.rollout.policy_client import NotServingError
 from vla3_plugin.telemetry import traffic
@@ -102,7 +103,7 @@ class PolicyWorker(CheckpointEngineWorker):
         torch.set_num_threads(model_config.rollout_cpu_threads or model_config.cpu_threads)
         server = PolicyServer(rollout_config, model_config, replica_rank=replica_rank)
         super().__init__(rollout_config=rollout_config, model_config=model_config, server_adapter=server)
-        self.server = server
+        self.server, self.env_host = server, EnvHost(server)
 
     async def act(self, inputs: dict[str, np.ndarray], noise_keys: Sequence[NoiseKey], mode: str):
         """See ``interaction.Act``.
@@ -114,6 +115,15 @@ class PolicyWorker(CheckpointEngineWorker):
             raise NotServingError(f"policy worker {self.server.replica_rank} was restarted and waits for its weights")
         traffic.count("env_to_policy", inputs)
         return await self.server.lane.act(inputs, noise_keys, mode)
+
+    async def host_env(
+        self, rank: int, arguments: Sequence[Any], environ: Mapping[str, str], others: Sequence[Any]
+    ) -> None:
+        """An env worker is to live in this process: see ``hosting.EnvHost``."""
+        await self.env_host.connect(rank, arguments, environ, others)
+
+    async def call_env(self, rank: int, method: str, *arguments: Any) -> Any:
+        return await self.env_host.call(rank, method, *arguments)
 
     async def configure(self, stage: dict[str, Any]) -> None:
         self.server.configure(stage)
