@@ -40,7 +40,8 @@ def test_an_env_worker_cannot_live_in_a_process_that_is_elsewhere(places, where)
     "places",
     [
         [f"{PLACES}.env=1-2", f"{PLACES}.rollout=1-2"],
-        ["vla3.placement.node_gpus=[3]", f"{PLACES}.rollout=1-2", f"{PLACES}.env={{node_group: node, placement: '0:0-1'}}"],
+        ["vla3.placement.node_gpus=[3]", f"{PLACES}.rollout=1-2",
+         f"{PLACES}.env={{node_group: node, placement: '0:0-1'}}"],
     ],
 )  # fmt: skip
 def test_on_the_same_device_or_without_one_on_the_same_node_it_can(places):

@@ -170,7 +170,7 @@ def test_a_policy_that_does_not_answer_in_time_is_named_and_its_request_is_withd
 
 def test_a_policy_without_weights_is_not_asked(loop):
     empty = LocalPolicy(SimpleNamespace(served=SimpleNamespace(version=-1), lane=Hesitant()), loop)
-    with pytest.raises(TimeoutError, match="NotServingError: the policy of this process was restarted"):
+    with pytest.raises(TimeoutError, match="the policy of this process: NotServingError: it was restarted"):
         PolicyClient([empty], deadline_s=0.3).act({}, [(0, 0, 0)], "train")
 
 

@@ -28,6 +28,9 @@ class LocalPolicy:
     def __init__(self, server: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._server, self._loop = server, loop
 
+    def __str__(self) -> str:
+        return "the policy of this process"
+
     @property
     def version(self) -> int:
         return self._server.served.version

@@ -73,5 +73,5 @@ def _ask(
         traffic.count("policy_to_env", output)
         return output
     if worker.version < 0:
-        raise NotServingError("the policy of this process was restarted and waits for its weights")
+        raise NotServingError("it was restarted and waits for its weights")
     return worker.act(inputs, list(keys), mode, timeout)
