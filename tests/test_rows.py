@@ -40,9 +40,8 @@ def test_rows_of_rows_are_one_view():
 
 def test_neighbours_that_different_owners_hold_are_copied():
     """By chance the allocator may put them side by side, and free one of them before the other."""
-    memory = np.arange(12, dtype=np.uint8)
-    owners = [memoryview(bytearray(memory[:6])), memoryview(bytearray(memory[6:]))]
-    first, second = (np.frombuffer(owner, np.uint8) for owner in owners)
+    memory = memoryview(bytearray(range(12)))
+    first, second = np.frombuffer(memory[:6], np.uint8), np.frombuffer(memory[6:], np.uint8)
     found = stack_rows([first, second])
     assert not np.shares_memory(found, first) and not np.shares_memory(found, second)
 

@@ -120,6 +120,13 @@ def evaluation_overlaps(vla3: VLA3Config, through_vllm: bool = False) -> bool:
 def _role_faults(config: Any, vla3: VLA3Config) -> list[str]:
     rollout = config.actor_rollout_ref.rollout
     replicas = rollout.n_gpus_per_node * rollout.nnodes // rollout.tensor_model_parallel_size
+    inline = vla3.env.isolation == "none" and vla3.env.host == "policy_worker"
+    if inline and vla3.env.workers > replicas:
+        return [
+            f"vla3.env.isolation: 'none' with vla3.env.host: 'policy_worker' and vla3.env.workers: {vla3.env.workers} "
+            f"for {replicas} policy workers, expected {replicas}: simulators in one process share its interpreter "
+            "lock, its threads and whatever they keep in globals; raise envs_per_shard, or set isolation=child"
+        ]
     if vla3.env.workers < replicas:
         return [
             f"vla3.env.workers: {vla3.env.workers} for {replicas} policy workers, expected at least as many: an env "

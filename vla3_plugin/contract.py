@@ -153,6 +153,23 @@ class ChunkResult:
             self.final_observation.check(spec, producer)
 
 
+def check_results(results: list[ChunkResult], spec: EnvSpec, slots: list[int], length: int, producer: str) -> None:
+    """Refuse what a chunk of ``length`` control steps in ``slots`` cannot have given."""
+    if len(results) != len(slots):
+        raise ContractError(f"{producer}: {len(results)} results for {len(slots)} slots")
+    first = next(iter(spec.cameras.values()), (1, 1))
+    for slot, result in zip(slots, results):
+        where = f"{producer}, slot {slot}"
+        result.check(spec, where)
+        if len(result.valid) != length:
+            raise ContractError(f"{where}: {len(result.valid)} steps for a chunk of {length}")
+        frames, expected = result.frames, (int(result.valid.sum()), *first, 3)
+        if frames is not None and (frames.shape != expected or frames.dtype != np.uint8):
+            raise ContractError(
+                f"{where}: frames are {frames.dtype} {list(frames.shape)}, expected uint8 {list(expected)}"
+            )
+
+
 def check_actions(actions: np.ndarray, spec: EnvSpec, producer: str) -> None:
     """Refuse an action batch [n, C, A] that is not float32, not of the declared dimension, or not finite."""
     _check(producer, "actions", actions, np.float32, (None, None, spec.action_dim))

@@ -3,7 +3,6 @@
 import asyncio
 import threading
 import time
-from concurrent.futures import TimeoutError as NoAnswer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,10 +19,11 @@ from vla3_plugin.policies.base import ActionChunk, VLAPolicy
 from vla3_plugin.policies.processing import Normalisation, Processing
 from vla3_plugin.policies.serve import ServedPolicy
 from vla3_plugin.rollout.episodes import Assignment, EpisodeQueue
-from vla3_plugin.rollout.hosting import LocalPolicy
+from vla3_plugin.rollout.hosting import EnvHost, LocalPolicy
 from vla3_plugin.rollout.inference_lane import BatchedLane, DirectLane
 from vla3_plugin.rollout.interaction import Interaction
-from vla3_plugin.rollout.policy_client import PolicyClient
+from vla3_plugin.rollout.policy_client import NoAnswer, PolicyClient
+from vla3_plugin.rollout.supervision import EnvReplaced, Limits, SupervisedEnv
 from vla3_plugin.telemetry.ledger import read_ledger
 from vla3_plugin.telemetry.timeline import Timeline
 
@@ -44,7 +44,8 @@ class Watching(VLAPolicy):
         self.seen.append((pixels.data_ptr(), pixels.nbytes, pixels.clone()))
         noise = [np.random.default_rng([k & 0xFFFF for k in key]).uniform(-1, 1, (4, 3)) for key in noise_keys]
         zeros = torch.zeros(len(noise_keys), 4, 3)
-        return ActionChunk(torch.tensor(np.array(noise, np.float32)), zeros, zeros[:, 0, :1], {"x": zeros})
+        value = pixels.flatten(1).float().mean(1, keepdim=True)  # says what was looked at
+        return ActionChunk(torch.tensor(np.array(noise, np.float32)), zeros, value, {"x": zeros})
 
 
 class BlockEnv(toy_env.ToyEnv):
@@ -77,7 +78,7 @@ def processing():
     return Processing(["top"], (64, 64), state_dim=2, action_dim=3, state=as_it_is, action=as_it_is)
 
 
-def play(env, lane_of, loop, episodes=9):
+def play(env, lane_of, loop, episodes=9, mode="eval"):
     """Episodes of equal length, so that all slots are asked about together. Returns (policy, trajectories)."""
     policy = Watching()
     served = ServedPolicy(policy, version=0)
@@ -89,7 +90,7 @@ def play(env, lane_of, loop, episodes=9):
         return {name: tensor.numpy() for name, tensor in record.stack(observations).items()}
 
     interaction = Interaction([env], prepare, client.act, seed=3)
-    plan = [Assignment(Episode(i, i % 2, 0, 100 + i, i), "eval", True, False) for i in range(episodes)]
+    plan = [Assignment(Episode(i, i % 2, 0, 100 + i, i), mode, True, False) for i in range(episodes)]
     try:
         found = {t.episode.episode_id: t for _, t in interaction.run(EpisodeQueue(plan, closed=True))}
     finally:
@@ -134,6 +135,26 @@ def test_what_is_kept_of_an_episode_is_what_the_policy_saw_and_not_what_lay_ther
         np.testing.assert_array_equal(kept, np.stack([pixels[slot].numpy() for pixels in looks]))
 
 
+@pytest.mark.parametrize("kind", ["inline", "child"])
+def test_an_episodes_end_is_valued_as_it_was_though_its_slot_has_begun_another(loop, kind):
+    """The next episode is reset, into the same memory, before the policy is asked about the end of the last."""
+    options = {"ignore_terminations": True, "max_steps": 8}
+    if kind == "inline":
+        env = InlineEnv(f"{__name__}:BlockEnv", options, num_slots=2)
+    else:
+        env = EnvProcess("toy_env:ToyEnv", options, num_slots=2, timeout_s=20, paths=[ENVS], borrow=True)
+    _, found = play(env, LANES["direct"], loop, episodes=6, mode="train")
+    copier = toy_env.ToyEnv(num_slots=1, **options)
+    for index, trajectory in found.items():
+        copier.reset(0, Episode(index, index % 2, 0, 100 + index, index))
+        for chunk in range(2):
+            noise = np.random.default_rng([k & 0xFFFF for k in (3, index, chunk)]).uniform(-1, 1, (1, 4, 3))
+            end = copier.chunk_step([0], noise.astype(np.float32))[0]
+        assert trajectory.samples["bootstrap"][-1] == pytest.approx(
+            end.final_observation.images["top"].mean(), rel=1e-5
+        )
+
+
 def test_lent_images_are_those_that_are_copied_out():
     """And a slot's stay as they were while another slot goes on."""
     actions = np.random.default_rng(0).uniform(-1, 1, (1, 4, 3)).astype(np.float32)
@@ -168,6 +189,25 @@ def test_a_policy_that_does_not_answer_in_time_is_named_and_its_request_is_withd
     assert not asyncio.all_tasks(loop)
 
 
+def test_an_error_of_the_policy_that_is_a_timeout_is_not_taken_for_its_silence(loop):
+    class Failing:
+        async def act(self, inputs, keys, mode):
+            raise TimeoutError("the tokenizer waits for a lock")
+
+    local = LocalPolicy(SimpleNamespace(served=SimpleNamespace(version=0), lane=Failing()), loop)
+    with pytest.raises(TimeoutError, match="waits for a lock"):
+        PolicyClient([local], deadline_s=20).act({}, [(0, 0, 0)], "train")
+
+
+def test_who_asks_for_an_env_worker_that_is_still_being_started_is_told_nothing(loop):
+    """A step that ended while a killed policy worker built its simulators anew used to end the run: KeyError."""
+    host = EnvHost(None)
+    for method in ("drain_timeline", "close"):
+        assert asyncio.run_coroutine_threadsafe(host.call(0, method), loop).result(5) == []
+    with pytest.raises(KeyError):
+        asyncio.run_coroutine_threadsafe(host.call(0, "assign", []), loop).result(5)
+
+
 def test_a_policy_without_weights_is_not_asked(loop):
     empty = LocalPolicy(SimpleNamespace(served=SimpleNamespace(version=-1), lane=Hesitant()), loop)
     with pytest.raises(TimeoutError, match="the policy of this process: NotServingError: it was restarted"):
@@ -192,6 +232,27 @@ def test_a_simulator_in_this_process_is_held_to_the_same_declaration(fault, said
     assert isinstance(bad.value.__cause__, RuntimeError if fault == "raise" else ContractError)
     with pytest.raises(EnvError, match="while starting: TypeError.*bad_option"):
         InlineEnv("toy_env:ToyEnv", {"bad_option": 1})
+
+
+class ShortEnv(toy_env.ToyEnv):
+    """Breaks a promise: it forgets the last step. And once it has failed it cannot be closed."""
+
+    def chunk_step(self, slots, actions, record=False):
+        return super().chunk_step(slots, actions[:, :-1], record)
+
+    def close(self):
+        raise RuntimeError("no context")
+
+
+def test_one_that_fails_and_cannot_be_closed_either_is_replaced(capsys):
+    told = []
+    env = SupervisedEnv(lambda: InlineEnv(f"{__name__}:ShortEnv", name="toy/0"), Limits(failures=2), told.append)
+    for _ in range(2):
+        env.reset(0, Episode(41, 1, 0, 5, 0))
+        with pytest.raises((EnvReplaced, EnvError), match="3 steps for a chunk of 4"):
+            env.chunk_step([0], np.zeros((1, 4, 3), np.float32))
+    assert [event["kind"] for event in told] == ["env_replaced"]
+    assert "toy/0, in this process, while closing: RuntimeError: no context" in capsys.readouterr().err
 
 
 HOSTED = ["vla3.env.host=policy_worker", "vla3.env.workers=2", "actor_rollout_ref.rollout.n_gpus_per_node=2"]

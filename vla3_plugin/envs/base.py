@@ -1,7 +1,8 @@
 """The interfaces simulators implement: ``ChunkEnv``, and ``ExpertEnv`` where demonstrations can be made.
 
-An implementation runs inside a child interpreter (``envs.child``) and never sees torch, ray or verl. The parent's
-handle (``envs.process.EnvProcess``) has the same methods, so code above does not know on which side it stands.
+An implementation runs inside a child interpreter (``envs.child``) and never sees torch, ray or verl; or, where it is
+asked for, in the env worker's process (``envs.inline``). The parent's handle (``envs.process.EnvProcess``) has the same
+methods, so code above does not know on which side it stands.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from vla3_plugin.contract import ChunkResult, EnvSpec, Episode, Observation
 class ChunkEnv(Protocol):
     """One or more environments ("slots") of one simulator that execute action chunks.
 
-    Constructed as ``Env(num_slots=1, **options)``; options are JSON values from the ``env`` config.
+    Constructed as ``Env(num_slots=1, **options)``; options are JSON values from the ``env`` config. What it returns has
+    to keep its values until the slot's next chunk or reset; images of all slots in one piece of memory are handed on
+    without a copy (``rows``).
     """
 
     spec: EnvSpec

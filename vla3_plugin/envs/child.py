@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from vla3_plugin.contract import ChunkResult, ContractError, EnvSpec, Episode, Observation
+from vla3_plugin.contract import ChunkResult, EnvSpec, Episode, Observation, check_results
 from vla3_plugin.envs import wire
 
 
@@ -70,26 +70,16 @@ def _put(block: wire.Block, slot: int, kind: str, observation: Observation) -> s
 def _put_results(
     spec: EnvSpec, block: wire.Block, slots: list[int], length: int, results: list[ChunkResult]
 ) -> list[dict[str, Any]]:
-    if len(results) != len(slots):
-        raise ContractError(f"{spec.name}: {len(results)} results for {len(slots)} slots")
-    return [_put_result(spec, block, slot, length, results[i]) for i, slot in enumerate(slots)]
+    check_results(results, spec, slots, length, spec.name)
+    return [_put_result(block, slot, length, results[i]) for i, slot in enumerate(slots)]
 
 
-def _put_result(spec: EnvSpec, block: wire.Block, slot: int, length: int, result: ChunkResult) -> dict[str, Any]:
-    producer = f"{spec.name}, slot {slot}"
-    result.check(spec, producer)
-    if len(result.valid) != length:
-        raise ContractError(f"{producer}: {len(result.valid)} steps for a chunk of {length}")
+def _put_result(block: wire.Block, slot: int, length: int, result: ChunkResult) -> dict[str, Any]:
     for name in ("rewards", "terminated", "truncated", "valid"):
         block[f"{slot}.{name}"][:length] = getattr(result, name)
     frames, final = result.frames, result.final_observation
     if frames is not None:
-        room = block[f"{slot}.frames"][: result.valid.sum()]
-        if frames.shape != room.shape or frames.dtype != room.dtype:
-            raise ContractError(
-                f"{producer}: frames are {frames.dtype} {list(frames.shape)}, expected {room.dtype} {list(room.shape)}"
-            )
-        room[...] = frames
+        block[f"{slot}.frames"][: len(frames)] = frames
     return {
         "steps": length,
         "success": bool(result.success),

@@ -6,12 +6,14 @@ For simulators that share a device with the policy (``vla3.env.isolation: none``
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Optional, TypeVar
 
 import numpy as np
 
-from vla3_plugin.contract import ChunkResult, ContractError, EnvSpec, Episode, Observation
+from vla3_plugin.contract import ChunkResult, EnvSpec, Episode, Observation, check_results
 from vla3_plugin.envs.base import ChunkEnv
 from vla3_plugin.envs.process import EnvError
 
@@ -21,6 +23,7 @@ T = TypeVar("T")
 class InlineEnv:
     """``target`` 'module:Class' with ``options`` in this process; implements ``ChunkEnv``, held to its declaration.
 
+    Observations keep their values as long as those of an ``EnvProcess`` that lends them.
     Nothing bounds the time that it takes, and if it crashes this process does.
 
     Raises:
@@ -57,20 +60,30 @@ class InlineEnv:
     def chunk_step(self, slots: list[int], actions: np.ndarray, record: bool = False) -> list[ChunkResult]:
         def step() -> list[ChunkResult]:
             results = self._env.chunk_step(slots, actions, record=record)
-            if len(results) != len(slots):
-                raise ContractError(f"{self.name}: {len(results)} results for {len(slots)} slots")
-            for slot, result in zip(slots, results):
-                result.check(self.spec, f"{self.name}, slot {slot}")
-            return results
+            check_results(results, self.spec, slots, actions.shape[1], self.name)
+            return [_lent(result) for result in results]
 
         playing = ", ".join(f"slot {slot} ({self._episodes.get(slot)})" for slot in slots)
         return self._guarded(step, f"executing a chunk of {actions.shape[1]} actions, {playing}")
 
     def close(self) -> None:
-        self._env.close()
+        """One that failed may fail at this too; that it did is known already."""
+        try:
+            self._env.close()
+        except Exception as error:
+            print(f"{self.name}, in this process, while closing: {type(error).__name__}: {error}", file=sys.stderr)
 
     def _guarded(self, call: Callable[[], T], what: str) -> T:
         try:
             return call()
         except Exception as error:
             raise EnvError(f"{self.name}, in this process, while {what}: {type(error).__name__}: {error}") from error
+
+
+def _lent(result: ChunkResult) -> ChunkResult:
+    """``result`` with copies of what has to outlast the slot's next reset: a simulator may draw all in one place."""
+    final, names = result.final_observation, ("rewards", "terminated", "truncated", "valid")
+    if final is not None:
+        images = {camera: image.copy() for camera, image in final.images.items()}
+        final = Observation(images, final.state.copy(), final.instruction)
+    return replace(result, final_observation=final, **{name: getattr(result, name).copy() for name in names})

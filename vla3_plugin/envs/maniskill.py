@@ -167,7 +167,7 @@ class ManiSkillEnv:
         sim, row = self._sim_of(slot)
         sim.reset(row, episode.seed)
         self._slots[slot] = _Slot(running=True, worth=sim.worth()[row] if self._reward == "progress" else 0.0)
-        return self._observation(sim.capture(self._canvas(sim.env.num_envs)), row)
+        return self._observation(sim.capture(self._canvas(sim.env.num_envs)), row, own=True)
 
     def chunk_step(self, slots: list[int], actions: np.ndarray, record: bool = False) -> list[ChunkResult]:
         check_actions(actions, self.spec, f"{self._task}: chunk_step")
@@ -191,9 +191,11 @@ class ManiSkillEnv:
         """Memory for what every camera sees of every row, in one piece, so that a batch of it needs no copy."""
         return np.empty((rows, len(self._cameras), self._size, self._size, 3), np.uint8)
 
-    def _observation(self, raw: dict[str, Any], row: int) -> Observation:
+    def _observation(self, raw: dict[str, Any], row: int, own: bool) -> Observation:
+        """``own``: of this row alone, and not kept with what all rows show."""
+        shown = raw["images"][row].copy() if own else raw["images"][row]
         return Observation(
-            images={camera: raw["images"][row, i] for i, camera in enumerate(self._cameras)},
+            images=dict(zip(self._cameras, shown)),
             state=np.concatenate([np.ravel(value[row]) for value in raw["state"].values()]).astype(np.float32),
             instruction=self._instruction,
         )
@@ -238,12 +240,13 @@ class ManiSkillEnv:
             alive = [slot for slot in live if self._slots[slot].running]
             finished = live if step == length - 1 else [slot for slot in live if slot not in alive]
             if record or finished:
-                last = finished == live
+                last = len(finished) == len(live)
                 raw = sim.capture(canvas if last else self._canvas(sim.env.num_envs))
                 for slot in live if record and self._cameras else []:
                     log[slot].frames.append(raw["images"][rows[slot], 0].copy())
                 for slot in finished:
-                    results[slot] = log[slot].result(self._slots[slot], self._observation(raw, rows[slot]))
+                    shown = self._observation(raw, rows[slot], own=not last)
+                    results[slot] = log[slot].result(self._slots[slot], shown)
             live = alive
             if not live:
                 break

@@ -55,13 +55,20 @@ def env_fault(name: str, python: Optional[str]) -> Optional[str]:
 
 def make_env(env: str, options: dict[str, Any], **settings: Any) -> EnvProcess:
     """The named simulator in a process of its own; ``settings`` go to ``EnvProcess``."""
-    if os.environ.get(ASSIGNED) is not None:  # a placement chose the device that it draws on
-        software = options.get("render_backend") == "osmesa"
-        chosen = child_environment(os.environ, draws_with_egl=env == "libero" and not software)
+    if chosen := _assigned(env, options):
         settings["environ"] = {**chosen, **(settings.get("environ") or {})}
     return EnvProcess(env_target(env), options, **settings)
 
 
 def make_inline_env(env: str, options: dict[str, Any], **settings: Any) -> InlineEnv:
-    """The named simulator in this process; ``settings`` go to ``InlineEnv``."""
+    """The named simulator in this process, which draws on its device from now on; ``settings`` go to ``InlineEnv``."""
+    os.environ.update(_assigned(env, options))
     return InlineEnv(env_target(env), options, **settings)
+
+
+def _assigned(env: str, options: dict[str, Any]) -> dict[str, str]:
+    """Variables that say which device to draw on; none where no placement chose one."""
+    if os.environ.get(ASSIGNED) is None:
+        return {}
+    software = options.get("render_backend") == "osmesa"
+    return child_environment(os.environ, draws_with_egl=env == "libero" and not software)

@@ -45,16 +45,17 @@ def place(config: Any, vla3: VLA3Config) -> tuple[Placement | None, list[str]]:
     except SpecError as error:
         return None, error.faults
     faults = [*_shared_faults(config, placement), *_budget_faults(config, spec, placement)]
-    faults += _host_faults(placement) if vla3.env.host == "policy_worker" else []
+    faults += _host_faults(placement, vla3.env.isolation) if vla3.env.host == "policy_worker" else []
     return (None, faults) if faults else (placement, [])
 
 
-def _host_faults(placement: Placement) -> list[str]:
+def _host_faults(placement: Placement, isolation: str) -> list[str]:
     """Env workers that cannot live in the process of the policy worker that they ask, since it is elsewhere."""
     policies, faults = placement.components["rollout"], []
     for env, rank in zip(placement.components["env"], nearest(placement), strict=True):
         policy = policies[rank]
-        if env.node != policy.node or not set(env.devices) <= set(policy.devices):
+        seen = isolation == "none" and not env.devices  # a simulator in a process with a device uses that
+        if env.node != policy.node or not set(env.devices) <= set(policy.devices) or (seen and policy.devices):
             faults.append(
                 f"{KEY}.component_placement.env: env worker {env.rank} on {_where(env)}, but with vla3.env.host: "
                 f"'policy_worker' it lives in the process of policy worker {rank} on {_where(policy)}; place env with "

@@ -8,6 +8,7 @@ env worker that is an actor, so nobody who has one needs to know where it lives.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import os
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +18,7 @@ import numpy as np
 
 from vla3_plugin.policies.base import NoiseKey
 from vla3_plugin.rollout.env_worker import EnvWorker
+from vla3_plugin.rollout.policy_client import NoAnswer
 
 _CALLS = 4  # of one env worker at the same time, as many as an actor of its own takes
 
@@ -40,14 +42,14 @@ class LocalPolicy:
     ) -> dict[str, np.ndarray]:
         """
         Raises:
-            concurrent.futures.TimeoutError: no answer within ``timeout`` seconds.
+            NoAnswer: within ``timeout`` seconds.
         """
         answer: Coroutine[Any, Any, dict[str, np.ndarray]] = self._server.lane.act(inputs, keys, mode)
         future: Future = asyncio.run_coroutine_threadsafe(answer, self._loop)
-        try:
-            return future.result(timeout)
-        finally:
-            future.cancel()  # of no effect on one that is done
+        if not concurrent.futures.wait([future], timeout).done:
+            future.cancel()
+            raise NoAnswer
+        return future.result()
 
 
 class EnvHost:
@@ -73,6 +75,10 @@ class EnvHost:
         await self._in_thread(rank, self._workers[rank].connect, [LocalPolicy(self._server, loop), *others])
 
     async def call(self, rank: int, method: str, *arguments: Any) -> Any:
+        """``method`` of env worker ``rank``. Whoever asks one that is still being started, as after this process was
+        replaced, is told nothing."""
+        if rank not in self._workers and method in ("drain_timeline", "close"):
+            return []
         return await self._in_thread(rank, getattr(self._workers[rank], method), *arguments)
 
     async def _in_thread(self, rank: int, function: Any, *arguments: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -19,6 +18,10 @@ _PAUSE_S = 0.5  # between two rounds of asking workers of which none can answer
 
 class NotServingError(RuntimeError):
     """The policy worker holds no verified weights yet: it was restarted a moment ago."""
+
+
+class NoAnswer(RuntimeError):
+    """A policy of this process did not answer in time."""
 
 
 class InProcess(Protocol):
@@ -51,7 +54,7 @@ class PolicyClient:
             for rank, worker in enumerate(self.workers):
                 try:
                     return _ask(worker, inputs, keys, mode, max(left, 0.001))
-                except (ray.exceptions.GetTimeoutError, concurrent.futures.TimeoutError):
+                except (ray.exceptions.GetTimeoutError, NoAnswer):
                     why[rank] = "no answer"
                     break
                 except (ray.exceptions.RayActorError, NotServingError) as error:
