@@ -172,6 +172,11 @@ def agreeing(**changes):
         ({"actor_rollout_ref__rollout__n_gpus_per_node": 3}, {}, r"vla3\.env\.workers: 1 for 3 policy workers"),
         (
             {},
+            {"env": {"workers": 2, "host": "policy_worker", "isolation": "none", "shards_per_worker": 1}},
+            r"isolation: 'none' with .*'policy_worker' and vla3\.env\.workers: 2 for 1 policy workers, expected 1",
+        ),
+        (
+            {},
             {"algorithm": {"num_mini_batches": 33, "mini_batches": "episodes"}},
             "33 mini-batches of whole groups, but a step has 32",
         ),

@@ -36,6 +36,15 @@ def test_an_env_worker_cannot_live_in_a_process_that_is_elsewhere(places, where)
     assert "component_placement.env" in faults[0] and "set vla3.env.host=own" in faults[0]
 
 
+def test_a_simulator_in_a_process_with_a_device_cannot_be_placed_without_one():
+    """It would find the policy's."""
+    places = ["vla3.placement.node_gpus=[2]", f"{PLACES}.actor=0", f"{PLACES}.rollout=1"]
+    env = f"{PLACES}.env={{node_group: node, placement: 0}}"
+    placement, faults = place(*places, env, "vla3.env.isolation=none", "vla3.env.shards_per_worker=1")
+    assert placement is None and "env worker 0 on node 0, " in faults[0]
+    assert place(*places, env)[1] == []
+
+
 @pytest.mark.parametrize(
     "places",
     [
