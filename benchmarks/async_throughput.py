@@ -26,6 +26,8 @@ ON = {
     "streaming": "vla3.stages.streaming.enabled=true",
     "training": "vla3.stages.training.enabled=true",
 }
+ONE_THREAD = "actor_rollout_ref.model.cpu_threads=1"  # as the asynchronous recipes have it
+HOSTED = "vla3.env.host=policy_worker"
 STEP_JOIN = "vla3.stages.interaction.batching=step_join"
 MODES: dict[str, list[str]] = {
     "sync_collocated": ["collocated"],
@@ -35,16 +37,24 @@ MODES: dict[str, list[str]] = {
     "interaction+streaming": [ON["interaction"], ON["streaming"]],
     "all": list(ON.values()),
     "all+step_join": [*ON.values(), STEP_JOIN],
+    "all+hosted": [*ON.values(), HOSTED],
 }
 # the same mathematics in every mode, so that only the schedule differs
 COMMON = ["vla3.algorithm.advantage_statistics=previous", "vla3.algorithm.mini_batches=episodes"]
 
 
 def overrides(mode: str, args: argparse.Namespace) -> list[str]:
-    found = [*COMMON, *args.override]
+    found = list(COMMON)
     for item in MODES[mode]:
         found += collocated(args) if item == "collocated" else [item]
-    return found
+    if args.real and set(ON.values()) & set(MODES[mode]):
+        found.append(ONE_THREAD)
+    return [*found, *args.override]
+
+
+def recipe(args: argparse.Namespace) -> list[str]:
+    """The workload on one clock; a mode turns stages on."""
+    return [f"recipe=vla3_{args.real}_sync"] if args.real else ["recipe=vla3_latency", f"vla3/latency={args.preset}"]
 
 
 def collocated(args: argparse.Namespace) -> list[str]:
@@ -61,10 +71,8 @@ def collocated(args: argparse.Namespace) -> list[str]:
 
 
 def run(mode: str, args: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    recipe = f"vla3_{args.real}" if args.real else "vla3_latency"
-    preset = [] if args.real else [f"vla3/latency={args.preset}"]
     command = [
-        sys.executable, "-m", "verl.trainer.main", f"recipe={recipe}", *preset, f"vla3.run_dir={directory}",
+        sys.executable, "-m", "verl.trainer.main", *recipe(args), f"vla3.run_dir={directory}",
         f"trainer.total_training_steps={args.warmup + args.steps}", "trainer.val_before_train=false",
         "trainer.test_freq=-1", "trainer.save_freq=-1", *overrides(mode, args),
     ]  # fmt: skip

@@ -1,0 +1,39 @@
+"""The modes of the benchmark are the modes that they are called."""
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import verl  # noqa: F401  loads the plugin
+from omegaconf import OmegaConf
+
+from vla3_plugin.cli_placement import compose_recipe
+from vla3_plugin.config import parse
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import async_throughput
+
+STAGES = {
+    "sync": (False, False, False),
+    "pipeline": (False, False, False),
+    "interaction": (True, False, False),
+    "interaction+streaming": (True, True, False),
+    "all": (True, True, True),
+    "all+step_join": (True, True, True),
+    "all+hosted": (True, True, True),
+}
+
+
+@pytest.mark.parametrize("real", [None, "maniskill", "libero"])
+@pytest.mark.parametrize("mode", STAGES)
+def test_a_mode_has_the_stages_that_it_names(real, mode):
+    """On a real simulator all of them used to start from the asynchronous recipe, the synchronous one too."""
+    args = Namespace(real=real, preset="slow-learner", override=[])
+    recipe, *rest = async_throughput.recipe(args)
+    config = compose_recipe(recipe.removeprefix("recipe="), [*rest, *async_throughput.overrides(mode, args)])
+    vla3 = parse(OmegaConf.select(config, "vla3"))
+    stages = vla3.stages
+    assert (stages.interaction.enabled, stages.streaming.enabled, stages.training.enabled) == STAGES[mode]
+    assert (stages.interaction.batching == "step_join") == mode.endswith("step_join")
+    assert (vla3.env.host == "policy_worker") == mode.endswith("hosted")
