@@ -36,6 +36,11 @@ def test_the_defaults_are_valid():
         ({"env": {"host": "rollout"}}, r"env\.host: 'rollout', expected one of own, policy_worker"),
         ({"env": {"isolation": "none"}}, r"isolation: 'none' with vla3\.env\.shards_per_worker: 2, expected 1"),
         ({"env": {"isolation": "none", "python": "python3"}}, r"isolation: 'none' with vla3\.env\.python: 'python3'"),
+        (
+            {"env": {"isolation": "none", "shards_per_worker": 1, "host": "policy_worker", "nice": 5}},
+            r"'policy_worker' and vla3\.env\.nice: 5",
+        ),
+        ({"env": {"nice": 20}}, r"env\.nice: 20, expected 0 to 19"),
         ({"env": {"isolation": "none", "recycle_mb": 900}}, r"isolation: 'none' with vla3\.env\.recycle_mb: 900"),
         ({"stages": {"training": {"max_staleness": -1}}}, r"max_staleness: -1, expected 0 or more"),
         ({"stages": {"interaction": {"batching": "join"}}}, r"batching: 'join', expected one of run_to_completion"),

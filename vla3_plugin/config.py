@@ -33,6 +33,7 @@ class EnvConfig:
     isolation: str = "child"  # simulators: child (interpreters of their own) | none (in the env worker's process)
     shards_per_worker: int = 2  # simulator processes of one worker; each steps on its own
     envs_per_shard: int = 1  # environments in one simulator process; they step together
+    nice: int = 0  # how far env workers and simulators stand back where cores are scarce; 0 to 19, as in nice(1)
     pipeline_stage_num: int = 1  # parts of a worker's shards that take turns with the policy (synchronous interaction)
     python: str | None = None  # another interpreter for the simulator
     timeout_s: float = 120.0  # one reset or one chunk step

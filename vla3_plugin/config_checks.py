@@ -61,6 +61,7 @@ RANGES: dict[str, Range] = {
     "env.workers": COUNT,
     "env.shards_per_worker": COUNT,
     "env.envs_per_shard": COUNT,
+    "env.nice": Range(0, 19),
     "env.pipeline_stage_num": COUNT,
     "env.timeout_s": SECONDS,
     "env.deadline_s": SECONDS,
@@ -213,6 +214,11 @@ def _inline_faults(env: EnvConfig) -> list[str]:
         faults.append(
             f"{key} with vla3.env.shards_per_worker: {env.shards_per_worker}, expected 1: simulators in one process "
             "share its interpreter lock, its threads and whatever they keep in globals; raise envs_per_shard or workers"
+        )
+    if env.nice and env.host == "policy_worker":
+        faults.append(
+            f"{key} with vla3.env.host: 'policy_worker' and vla3.env.nice: {env.nice}: the policy's process would have "
+            "to stand back; set nice=0"
         )
     if env.recycle_mb is not None:
         faults.append(f"{key} with vla3.env.recycle_mb: {env.recycle_mb:g}, which is a child's; leave it null")

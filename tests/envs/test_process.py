@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import toy_env
 
@@ -49,6 +50,13 @@ def assert_same(a, b):
     assert a.instruction == b.instruction and a.images.keys() == b.images.keys()
     for camera in a.images:
         np.testing.assert_array_equal(a.images[camera], b.images[camera])
+
+
+def test_a_child_stands_back_as_far_as_it_is_told():
+    mine = os.nice(0)
+    with EnvProcess("toy_env:ToyEnv", timeout_s=20, paths=[HERE], nice=3) as child, make() as other:
+        assert psutil.Process(child.process.pid).nice() == mine + 3
+        assert psutil.Process(other.process.pid).nice() == mine
 
 
 def test_a_child_gives_what_the_environment_gives():

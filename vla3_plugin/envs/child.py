@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import os
 import signal
 import sys
 import traceback
@@ -25,6 +26,7 @@ def main(request_fd: int, reply_fd: int, memory_fd: int) -> None:
     try:
         hello = wire.receive(request_fd)
         assert hello is not None
+        os.nice(hello["nice"])
         module, _, name = hello["target"].partition(":")
         env = getattr(importlib.import_module(module), name)(num_slots=hello["num_slots"], **hello["options"])
         block = wire.Block(memory_fd, env.spec, env.num_slots, create=True)

@@ -84,6 +84,7 @@ class EnvProcess:
         name: what errors call it; by default the target.
         environ: environment variables for the child, beside this process's.
         paths: appended to the child's ``sys.path`` (third-party code that is not installed there).
+        nice: how far the child stands back where cores are scarce, as in nice(1); beside what this process does.
         borrow: observations are views of the memory that the child writes to, without a copy: a slot's keep their
             values until its next chunk or reset, those of an episode's end until the next one ends.
 
@@ -104,6 +105,7 @@ class EnvProcess:
         name: Optional[str] = None,
         environ: Optional[Mapping[str, str]] = None,
         paths: Sequence[str] = (),
+        nice: int = 0,
         borrow: bool = False,
     ) -> None:
         self.name, self.timeout_s, self._borrow = name or target, timeout_s, borrow
@@ -116,7 +118,8 @@ class EnvProcess:
         with wire.unnamed_file() as memory:
             self.process = self._launch(python, memory.fileno(), environ, paths)
             try:
-                self._send("starting", [], {"target": target, "options": dict(options or {}), "num_slots": num_slots})
+                hello = {"target": target, "options": dict(options or {}), "num_slots": num_slots, "nice": nice}
+                self._send("starting", [], hello)
                 reply = self._receive(start_timeout_s)
                 self.spec = EnvSpec.from_json(reply["spec"])
                 self.num_slots = int(reply["num_slots"])

@@ -66,6 +66,10 @@ class EnvWorker:
         from vla3_plugin.policies.prepare import check_env, load_preparer
 
         tq.init()
+        if env["host"] == "own":
+            os.nice(
+                env["nice"]
+            )  # its simulators and threads inherit it; where the policy is, only simulators stand back
         self.run_dir = run_dir
         self.done: queue.SimpleQueue[dict[str, Any] | BaseException] = queue.SimpleQueue()
         self.policy = PolicyClient([], deadline_s)
@@ -175,7 +179,7 @@ def _simulator(env: dict[str, Any], name: str) -> ChunkEnv:
         return make_inline_env(env["name"], env["options"], num_slots=env["envs_per_shard"], name=name)
     return make_env(
         env["name"], env["options"], num_slots=env["envs_per_shard"], python=env["python"], timeout_s=env["timeout_s"],
-        name=name, borrow=True,
+        name=name, nice=env["nice"] if env["host"] == "policy_worker" else 0, borrow=True,
     )  # fmt: skip
 
 
