@@ -23,12 +23,12 @@ WARMUP = 2  # steps; the first publication sends what training does not change a
 STATE = 50_000
 COMMON = [
     "recipe=vla3_latency", "vla3/latency=fast-learner", "vla3/stages@_global_=asynchronous",
-    "vla3.env.shards_per_worker=4", "vla3.env.options.episode_chunks=8", f"+vla3.env.options.state_dim={STATE}",
-    f"+actor_rollout_ref.model.options.state_dim={STATE}", "+vla3.env.options.image_size=256",
-    "+vla3.env.options.cameras=2", "data.train_batch_size=8", "actor_rollout_ref.model.options.sync_ms=0",
+    "vla3.env.shards_per_worker=4", "vla3.env.options.episode_chunks=8", f"++vla3.env.options.state_dim={STATE}",
+    f"++actor_rollout_ref.model.options.state_dim={STATE}", "++vla3.env.options.image_size=256",
+    "++vla3.env.options.cameras=2", "data.train_batch_size=8", "actor_rollout_ref.model.options.sync_ms=0",
     "actor_rollout_ref.model.options.train_ms_per_sample=0", "vla3.stages.training.max_staleness=2",
 ]  # fmt: skip
-LOADS = {"idle": "vla3.env.options.chunk_ms=1000", "saturated": "vla3.env.options.chunk_ms=0"}
+LOADS = {"idle": "vla3.env.options.chunk_ms=300", "saturated": "vla3.env.options.chunk_ms=0"}
 
 
 def run(load: str, steps: int, overrides: list[str], directory: Path) -> dict[str, Any]:

@@ -66,10 +66,8 @@ class EnvWorker:
         from vla3_plugin.policies.prepare import check_env, load_preparer
 
         tq.init()
-        if env["host"] == "own":
-            os.nice(
-                env["nice"]
-            )  # its simulators and threads inherit it; where the policy is, only simulators stand back
+        if env["host"] == "own":  # simulators inherit it; in the policy's process only they stand back
+            os.nice(env["nice"])
         self.run_dir = run_dir
         self.done: queue.SimpleQueue[dict[str, Any] | BaseException] = queue.SimpleQueue()
         self.policy = PolicyClient([], deadline_s)
