@@ -11,8 +11,12 @@ from omegaconf import OmegaConf
 from vla3_plugin.cli_placement import compose_recipe
 from vla3_plugin.config import parse
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import async_throughput
+BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+sys.path.insert(0, BENCHMARKS)
+try:
+    import async_throughput
+finally:  # its modules have names that tests have too
+    sys.path.remove(BENCHMARKS)
 
 STAGES = {
     "sync": (False, False, False),

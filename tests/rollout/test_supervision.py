@@ -168,7 +168,9 @@ def test_siblings_of_a_given_up_episode_are_reported_before_anybody_waits_for_mo
 def test_a_simulator_that_holds_too_much_memory_is_replaced_between_episodes():
     """A real process stands for the simulator's; its size is read where the limit is set, and only after an episode."""
     events, made = [], []
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+    program = [sys.executable, "-c", "print(flush=True); input()"]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()  # just started it holds next to nothing
 
         def make():
             made.append(Fragile(num_slots=1, max_steps=4))
