@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 WARMUP = 2  # steps; the first publication sends what training does not change as well
-# numbers of state: the emulator's policy is one linear layer of it, so these are 2.9 million parameters
-STATE = 50_000
+STATE, ACTION = 2_000, 180  # the emulator's policy is one linear layer to eight actions: 2.9 million parameters
 COMMON = [
     "recipe=vla3_latency", "vla3/latency=fast-learner", "vla3/stages@_global_=asynchronous",
     "vla3.env.shards_per_worker=4", "vla3.env.options.episode_chunks=8", f"++vla3.env.options.state_dim={STATE}",
-    f"++actor_rollout_ref.model.options.state_dim={STATE}", "++vla3.env.options.image_size=256",
+    f"++actor_rollout_ref.model.options.state_dim={STATE}", f"++vla3.env.options.action_dim={ACTION}",
+    f"++actor_rollout_ref.model.options.action_dim={ACTION}", "++vla3.env.options.image_size=256",
     "++vla3.env.options.cameras=2", "data.train_batch_size=8", "actor_rollout_ref.model.options.sync_ms=0",
     "actor_rollout_ref.model.options.train_ms_per_sample=0", "vla3.stages.training.max_staleness=2",
 ]  # fmt: skip

@@ -111,10 +111,9 @@ with socket.socket() as probe:
     port = probe.getsockname()[1]
 os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
 distributed.initialize_global_process_group_ray()
-with socket.socket() as probe:
-    probe.bind(("127.0.0.1", 0))
-    alone = weights.Circle(0, 1, "127.0.0.1", probe.getsockname()[1])
-weights._connect(alone)
+engine = weights.GlooCheckpointEngine(0)
+alone = weights.Circle(0, 1, "127.0.0.1", engine.listen("127.0.0.1"))
+weights._connect(alone, engine.listener)
 answer = {"beyond": beyond_loopback()}
 
 class Net(torch.nn.Linear):

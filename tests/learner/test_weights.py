@@ -9,7 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vla3_plugin.learner.weights import TRAINED_ONLY, GlooCheckpointEngine, WeightError, pack, topology, unpack
+from vla3_plugin.learner.weights import (
+    TRAINED_ONLY,
+    Circle,
+    GlooCheckpointEngine,
+    WeightError,
+    pack,
+    topology,
+    unpack,
+)
 from vla3_plugin.policies.base import VLAPolicy
 from vla3_plugin.policies.serve import ServedPolicy
 from vla3_plugin.rollout.inference_lane import DirectLane
@@ -63,15 +71,36 @@ def test_a_partial_publication_is_refused():
         unpack(fewer, buffer, 1)
 
 
-def places(*nodes):
-    """What each process of these nodes would prepare."""
+def connected(*nodes):
+    """An engine for each process of these nodes, the first of them the learner's, ready to send and receive."""
+    engines = [GlooCheckpointEngine(0, is_master=i == 0) for i in range(len(nodes))]
+    metadata = [
+        {"address": "127.0.0.1", "port": engine.listen("127.0.0.1"), "node": node}
+        for engine, node in zip(engines, nodes, strict=True)
+    ]
+    actor, rollout = GlooCheckpointEngine.build_topology(1, len(nodes) - 1, metadata)
+    circles = zip(actor["source"] + rollout["source"], actor["relay"] + rollout["relay"], strict=True)
+    for engine, (source, relay) in zip(engines, circles, strict=True):
+        engine.init_process_group(source, relay)
+    return engines
 
-    def free():
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return probe.getsockname()[1]
 
-    return [{"address": "127.0.0.1", "port": free(), "node": node} for node in nodes]
+def listens(port):
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_who_will_send_can_be_connected_to_before_it_does_and_nobody_else_or_later():
+    """A receiver that came before the sender listened used to wait for its next attempt, ten times the rest."""
+    engine = GlooCheckpointEngine(0)
+    port = engine.listen("127.0.0.1")
+    engine.init_process_group(None, Circle(0, 2, "127.0.0.1", port))
+    assert listens(port)
+    engine.finalize()
+    assert not listens(port)
+    again = engine.listen("127.0.0.1")
+    engine.init_process_group(Circle(1, 2, "127.0.0.1", 1), None)
+    assert not listens(again), "it hands nothing on"
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12), st.sampled_from("abcd"))
@@ -93,13 +122,7 @@ def test_weights_cross_the_network_once_a_node_and_reach_every_receiver(nodes, h
 
 def test_a_relayed_publication_arrives_whole_on_two_nodes():
     """Five policy workers on two nodes, over real connections: two beside the learner, three that share one stream."""
-    weights, metadata = named(), places("a", "a", "a", "b", "b", "b")
-    actor, rollout = GlooCheckpointEngine.build_topology(1, 5, metadata)
-    engines = [GlooCheckpointEngine(0, is_master=i == 0) for i in range(6)]
-    for engine, source, relay in zip(
-        engines, actor["source"] + rollout["source"], actor["relay"] + rollout["relay"], strict=True
-    ):
-        engine.init_process_group(source, relay)
+    weights, engines = named(), connected("a", "a", "a", "b", "b", "b")
 
     async def receive(engine):
         return {name: tensor async for name, tensor in engine.receive_weights(3)}
@@ -120,13 +143,7 @@ def test_a_relayed_publication_arrives_whole_on_two_nodes():
 
 
 def test_who_relays_damaged_weights_refuses_them_like_those_who_get_them_from_it(monkeypatch):
-    metadata = places("a", "b", "b")
-    actor, rollout = GlooCheckpointEngine.build_topology(1, 2, metadata)
-    engines = [GlooCheckpointEngine(0) for _ in range(3)]
-    for engine, source, relay in zip(
-        engines, actor["source"] + rollout["source"], actor["relay"] + rollout["relay"], strict=True
-    ):
-        engine.init_process_group(source, relay)
+    engines = connected("a", "b", "b")
 
     def damaged(weights, version):
         manifest, buffer = pack(weights, version)

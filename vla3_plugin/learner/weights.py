@@ -79,10 +79,9 @@ def unpack(manifest: dict[str, Any], buffer: Tensor, expected_version: int | Non
     return tensors
 
 
-def _listen(address: str, port: int) -> int:
-    """A descriptor that listens on this address alone, for the store to own: by itself it takes every interface."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, port), family=family).detach()
+def _listen(address: str) -> socket.socket:
+    """Listens on a free port of this address alone; a store by itself takes every interface."""
+    return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
 
 
 class Circle(NamedTuple):
@@ -126,13 +125,23 @@ class GlooCheckpointEngine(CheckpointEngine):
         self.is_master = is_master
         self.source: Circle | None = None
         self.relay: Circle | None = None
+        self.listener: socket.socket | None = None
 
     def prepare(self) -> dict[str, Any]:
         address = ray.util.get_node_ip_address().strip("[]")
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            port = probe.getsockname()[1]
-        return {"address": address, "port": port, "node": ray.get_runtime_context().get_node_id()}
+        return {"address": address, "port": self.listen(address), "node": ray.get_runtime_context().get_node_id()}
+
+    def listen(self, address: str) -> int:
+        """Let others connect from now on, and return the port: a store's client that is refused tries again only after
+        half a second or so, and a whole publication takes a tenth of that."""
+        self._stop_listening()
+        self.listener = _listen(address)
+        return self.listener.getsockname()[1]
+
+    def _stop_listening(self) -> None:
+        if self.listener is not None:
+            self.listener.close()
+            self.listener = None
 
     @classmethod
     def build_topology(cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict]):
@@ -144,9 +153,12 @@ class GlooCheckpointEngine(CheckpointEngine):
     def init_process_group(self, source: Circle | None, relay: Circle | None) -> None:
         """Only noted: connecting waits for the other side, and this process answers requests meanwhile."""
         self.source, self.relay = source, relay
+        if relay is None:
+            self._stop_listening()
 
     def finalize(self) -> None:
         self.source = self.relay = None
+        self._stop_listening()
 
     # Packing reads the weights and must be done before the next call of this process changes them. Sending and
     # receiving only wait for the network, on a thread, so that gradients and inference go on.
@@ -158,22 +170,24 @@ class GlooCheckpointEngine(CheckpointEngine):
             return {}
         manifest, buffer = pack(weights, -1 if global_steps is None else global_steps)
         header = torch.frombuffer(bytearray(json.dumps(manifest).encode()), dtype=torch.uint8)
-        await asyncio.to_thread(_send, self.relay, header, buffer)
+        listener, self.listener = self.listener, None
+        await asyncio.to_thread(_send, self.relay, listener, header, buffer)
         return {"weights/bytes": float(buffer.numel()), "weights/tensors": float(manifest["count"])}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, Tensor], None]:
         assert self.source is not None
-        tensors = await asyncio.to_thread(_receive, self.source, self.relay, global_steps)
+        listener, self.listener = self.listener, None
+        tensors = await asyncio.to_thread(_receive, self.source, self.relay, listener, global_steps)
         while tensors:  # each is let go as it is taken
             yield tensors.pop()
 
 
-def _connect(circle: Circle) -> Callable[[Tensor], Tensor]:
+def _connect(circle: Circle, listener: socket.socket | None = None) -> Callable[[Tensor], Tensor]:
     """The broadcast of this publication. Its connection is its own: one that hangs on a dead peer must not meet the
-    next one.
+    next one. Rank 0 brings the ``listener`` that the others connect to; the store owns it then.
     """
     at = (circle.address, circle.port)
-    listen: dict[str, Any] = {"master_listen_fd": _listen(*at)} if circle.rank == 0 else {}
+    listen: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener.detach()}
     store = dist.TCPStore(*at, circle.world_size, circle.rank == 0, timeout=_TIMEOUT, **listen)
     group: Any = dist.ProcessGroupGloo(store, circle.rank, circle.world_size, _TIMEOUT)
 
@@ -186,18 +200,20 @@ def _connect(circle: Circle) -> Callable[[Tensor], Tensor]:
     return broadcast
 
 
-def _send(circle: Circle, header: Tensor, buffer: Tensor) -> None:
-    broadcast = _connect(circle)
+def _send(circle: Circle, listener: socket.socket | None, header: Tensor, buffer: Tensor) -> None:
+    broadcast = _connect(circle, listener)
     for part in (torch.tensor([header.numel(), buffer.numel()]), header, buffer):
         broadcast(part)
 
 
-def _receive(source: Circle, relay: Circle | None, version: int | None) -> list[tuple[str, Tensor]]:
+def _receive(
+    source: Circle, relay: Circle | None, listener: socket.socket | None, version: int | None
+) -> list[tuple[str, Tensor]]:
     broadcast = _connect(source)
     sizes = broadcast(torch.zeros(2, dtype=torch.int64)).tolist()
     header, buffer = (broadcast(torch.empty(size, dtype=torch.uint8)) for size in sizes)
     if source.between_nodes:
         traffic.count("between_nodes", [buffer])
     if relay is not None:  # as it came: each receiver verifies for itself, and none waits in vain
-        _send(relay, header, buffer)
+        _send(relay, listener, header, buffer)
     return unpack(json.loads(header.numpy().tobytes()), buffer, version)
