@@ -19,7 +19,7 @@ fast: setup
 
 # two at a time: whole runs wait, for Ray and for deadlines, more than they compute
 test: lint
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not long"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not long" --durations=40 --durations-min=15
 
 test-all: lint
 	$(BIN)/python -m pytest -q
