@@ -22,7 +22,7 @@ class CountingEnv(ManiSkillEnv):
 
         return counted
 
-    def _observation(self, raw: dict[str, Any], row: int) -> Observation:
-        observation = super()._observation(raw, row)
+    def _observation(self, raw: dict[str, Any], row: int, own: bool) -> Observation:
+        observation = super()._observation(raw, row, own)
         observation.instruction = str(self._drawn)
         return observation
