@@ -59,7 +59,13 @@ def test_all_stages_at_lag_0_learn_what_the_synchronous_run_learns(synchronous, 
     assert all(row["staleness/max"] == 0 for row in run.metrics)
 
 
-@pytest.mark.parametrize("stages", [[], [*ON, "vla3.stages.training.max_staleness=0"]], ids=["one clock", "three"])
+@pytest.mark.parametrize(
+    "stages",
+    [
+        pytest.param([], marks=pytest.mark.long, id="one clock"),
+        pytest.param([*ON, "vla3.stages.training.max_staleness=0"], id="three"),
+    ],
+)
 def test_env_workers_in_their_policys_process_learn_what_they_learn_in_their_own(
     synchronous, launch, line, tmp_path, stages
 ):
