@@ -42,7 +42,7 @@ def living(request, start_run, line, tmp_path_factory):
         "vla3.env.workers=2", "vla3.env.shards_per_worker=1", "vla3.env.envs_per_shard=4",
         "actor_rollout_ref.rollout.n_gpus_per_node=2", "vla3.env.timeout_s=3", f"vla3.heartbeat_s={HEARTBEAT_S}",
         "vla3.worker_start_s=90", "vla3.max_worker_restarts=50", f"+vla3.env.options.bad={BAD}".replace("'", ""),
-        "+vla3.env.options.delay_s=0.05",
+        "+vla3.env.options.delay_s=0.05", "vla3.env.nice=2",
     ]  # fmt: skip
     run = Living(start_run, directory, *overrides)
     run.goes_on(3, 200)
@@ -58,6 +58,12 @@ def test_an_episode_that_takes_its_simulator_down_each_time_is_given_up_and_the_
     why = {f["episodes"][0]: f["why"] for f in living.faults if f["kind"] == "episode_quarantined"}
     assert "exited with status 139" in why[9] and "exploded" in why[26] and "no answer within 3 s" in why[81]
     assert "not finite" in why[43] and "not finite" in why[62]
+
+
+def test_env_workers_and_simulators_stand_back_as_far_as_they_are_told_and_nobody_else_does(living):
+    mine = os.nice(0)
+    for pattern, further in ((SIMULATOR, 2), (ENV, 2), (POLICY, 0), (LEARNER, 0)):
+        assert {p.nice() for p in living.processes(pattern)} == {mine + further}, pattern
 
 
 @pytest.mark.parametrize("moment", ["after a step", pytest.param("within a step", marks=pytest.mark.long)])

@@ -1,6 +1,7 @@
 """Env workers in their policy's process: images go on by reference, and everything else is as it is elsewhere."""
 
 import asyncio
+import os
 import threading
 import time
 from pathlib import Path
@@ -265,11 +266,13 @@ def test_a_policy_worker_that_is_killed_takes_its_env_worker_along_and_both_come
         start_run, tmp_path, *line, *mode_overrides("ppo-asynchronous"), *HOSTED,
         "trainer.total_training_steps=100000", "trainer.val_before_train=false", "trainer.save_freq=50",
         "vla3.env.shards_per_worker=1", "vla3.env.envs_per_shard=4", "vla3.heartbeat_s=8", "vla3.worker_start_s=90",
-        "+vla3.env.options.delay_s=0.05",
+        "+vla3.env.options.delay_s=0.05", "vla3.env.nice=2",
     )  # fmt: skip
     try:
         run.goes_on(3, 200)
         assert not run.processes("ray::EnvWorker"), "it has no process of its own"
+        for name, further in (("vla3_plugin.envs.child", 2), ("ray::PolicyWorker", 0)):
+            assert {p.nice() for p in run.processes(name)} == {os.nice(0) + further}, name
         run.processes("ray::PolicyWorker")[-1].kill()
         run.goes_on(4, 120)
         wanted = {"policy_worker_lost", "policy_worker_restarted", "env_worker_lost", "env_worker_restarted"}

@@ -257,7 +257,7 @@ class LiberoEnv:
         canvas = np.empty((len(self._cameras), self._size, self._size, 3), np.uint8)
         images = self._render(self._cameras, canvas)
         if self._mirrored:
-            canvas[:] = canvas[:, :, ::-1].copy()
+            canvas[:] = canvas[:, :, ::-1]
         return Observation(images, self._state(), self.spec.instructions[self._task_id])
 
     def _state(self) -> np.ndarray:

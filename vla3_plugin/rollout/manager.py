@@ -58,7 +58,7 @@ class InteractionManager:
         self.heartbeat_s, self.start_s = heartbeat_s, start_s
         connected = [self._connect(rank) for rank in range(len(workers))]
         self._get(connected, "start their simulators and connect to the policy workers")
-        self.env_spec = EnvSpec.from_json(ray.get(workers[0].spec.remote()))
+        self.env_spec = EnvSpec.from_json(self._get([workers[0].spec.remote()], "describe their simulators")[0])
         self._backlog: deque[Assignment] = deque()
         self._out: list[dict[int, Assignment]] = [{} for _ in workers]  # by episode id, per worker
         self._listening: list[float | None] = [None] * len(workers)  # since when each holds a call
