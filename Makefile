@@ -17,9 +17,9 @@ lint: setup
 fast: setup
 	$(BIN)/python -m pytest -q -m "not slow"
 
-# two at a time: whole runs wait, for Ray and for deadlines, more than they compute
+# three at a time on two cores: whole runs wait, for Ray and for deadlines, about as long as they compute
 test: lint
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not long" --durations=40 --durations-min=15
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not long" --durations=40 --durations-min=15
 
 test-all: lint
 	$(BIN)/python -m pytest -q

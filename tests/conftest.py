@@ -23,6 +23,17 @@ pytest_plugins = ["whole_runs"]
 torch.set_num_threads(1)
 
 
+@pytest.hookimpl(trylast=True)  # after what ``-m`` leaves out
+def pytest_collection_modifyitems(config, items):
+    """Between several processes, files that may take longest go first: one begun last would leave the others idle."""
+    if hasattr(config, "workerinput"):
+        allowed: dict = {}
+        for item in items:
+            mark = item.get_closest_marker("timeout")
+            allowed[item.path] = allowed.get(item.path, 0) + (mark.args[0] if mark else 0)
+        items.sort(key=lambda item: -allowed[item.path])
+
+
 @pytest.fixture(scope="module")
 def mesh():
     """A device mesh of this process alone. Fails, and does not skip, where an earlier test kept the process group."""

@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from preloaded import run_module
 
 ROOT = Path(__file__).parents[1]
 
@@ -18,11 +19,8 @@ def python(code, *, cwd, **env):
     )
 
 
-def command(*arguments, cwd, **env):
-    return subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=cwd, capture_output=True, text=True, check=False,
-        env={**os.environ, "VLA3_PROFILE": "cpu", **env},
-    )  # fmt: skip
+def command(module, *arguments, cwd):
+    return run_module(module, *arguments, cwd=cwd, env={**os.environ, "VLA3_PROFILE": "cpu"})
 
 
 @pytest.mark.slow
@@ -146,6 +144,7 @@ def test_the_wheel_carries_recipes_configs_patches_and_weights(tmp_path):
 def test_every_patch_says_what_it_is_and_applies(tmp_path):
     code = (
         "import verl, verl.utils.distributed, verl.utils.config, verl.workers.engine.fsdp.transformer_impl; "
+        "import verl.workers.rollout.llm_server; "
         "from vla3_plugin import hooks; "
         "print([(p.name, p.state, bool(p.why and p.upstream)) for p in hooks.PATCHES.values()])"
     )

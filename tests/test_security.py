@@ -169,7 +169,6 @@ def test_process_groups_listen_on_loopback_and_a_learners_checkpoint_runs_no_cod
 
 
 def test_an_existing_cluster_is_joined_as_its_owner_configured_it(monkeypatch):
-
     from vla3_plugin.profile import joins_a_cluster
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from preloaded import run_module
 
 from vla3_plugin.telemetry.faults import FAULTS_FILE
 
@@ -179,12 +180,10 @@ def launch(third_party):
 
     def start(directory: Path, *overrides: str, recipe="vla3_maniskill_sync", module="verl.trainer.main", timeout=600):
         plus = "" if module == "verl.trainer.main" else "+"
-        command = [sys.executable, "-m", module, f"{plus}recipe={recipe}", f"vla3.run_dir={directory}", *overrides]
         environment = {**os.environ, "PYTHONPATH": with_path(third_party), "VLA3_PROFILE": "cpu"}
+        arguments = [f"{plus}recipe={recipe}", f"vla3.run_dir={directory}", *overrides]
         directory.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run(
-            command, cwd=directory, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-        )
+        done = run_module(module, *arguments, cwd=directory, env=environment, timeout=timeout)
         return Run(directory, done)
 
     return start

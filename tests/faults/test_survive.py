@@ -66,6 +66,13 @@ def test_env_workers_and_simulators_stand_back_as_far_as_they_are_told_and_nobod
         assert {p.nice() for p in living.processes(pattern)} == {mine + further}, pattern
 
 
+def test_no_process_is_started_that_nobody_asks(living):
+    """verl's server managers used to bring two load balancers: nine CPU seconds at every start, a gigabyte."""
+    titles = {title.split()[0].partition(".")[0] for p in living.processes("^ray::") if (title := p.cmdline()[0])}
+    ours = {POLICY, ENV, LEARNER, f"{TRAINER}V1", "ray::TransferQueueController", "ray::SimpleStorageUnit"}
+    assert ours <= titles <= ours | {"ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent"}, titles
+
+
 @pytest.mark.parametrize("moment", ["after a step", pytest.param("within a step", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("victim", "how", "kinds"), FAULTS)
 def test_a_process_that_dies_or_hangs_is_replaced_and_the_run_goes_on(living, victim, how, kinds, moment):

@@ -47,7 +47,8 @@ def synchronous(launch, line, tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("kind", ["ppo", "grpo"])
+# GRPO on two learner ranks is further below
+@pytest.mark.parametrize("kind", ["ppo", pytest.param("grpo", marks=pytest.mark.long)])
 def test_all_stages_at_lag_0_learn_what_the_synchronous_run_learns(synchronous, launch, line, tmp_path, kind):
     """Two mini-batches; PPO with a critic and two epochs, GRPO at token level: the same parameters in the end."""
     extra = GRPO if kind == "grpo" else []
