@@ -1,5 +1,7 @@
 """The staleness bound, against random finishing orders and late publications."""
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,8 +9,9 @@ from hypothesis import strategies as st
 from vla3_plugin.trainer.admission import Admission
 
 
-def summary(episode, group, version):
-    return {"episode": {"episode_id": episode, "group_id": group}, "version": version}
+def summary(episode, group, version, samples=1):
+    keys = [f"{episode}/{i}" for i in range(samples)]
+    return {"episode": {"episode_id": episode, "group_id": group}, "version": version, "keys": keys}
 
 
 def start(**options):
@@ -35,7 +38,8 @@ def test_every_group_is_trained_once_in_time_whatever_finishes_first(data, group
             for group in admission.admit(published):
                 playing += [(group * group_size + k, group, published) for k in range(group_size)]
             peak = max(peak, admission.waiting)
-            chosen, stale = admission.take(per_step)
+            samples = data.draw(st.sampled_from([1, 2 * group_size, math.inf]))
+            chosen, stale = admission.take(per_step, samples)
             assert not stale
             for group in chosen:
                 assert len(group.trajectories) == group_size
@@ -43,12 +47,24 @@ def test_every_group_is_trained_once_in_time_whatever_finishes_first(data, group
                 trained.append(group.index)
             if len(admission.taken) == per_step:
                 break
+            if chosen and math.isfinite(samples):
+                continue  # more may be ready
             assert playing, f"the step waits for groups, and none is being played ({idle})"
             admission.finished(summary(*playing.pop(data.draw(st.integers(0, len(playing) - 1)))))
         assert len(admission.taken) == per_step
     assert sorted(trained) == list(range(steps * per_step)), "each group of the plan once"
     assert peak <= (bound + 1) * per_step
     assert not playing and not admission.waiting and not admission.dropped
+
+
+def test_a_step_takes_no_more_groups_at_a_time_than_have_the_samples_asked_for():
+    """The learner begins on them while the next ones are prepared."""
+    admission = start()
+    admission.begin_step(0)
+    for group in admission.admit(published=0)[:4]:
+        admission.finished(summary(group, group, 0, samples=10))
+    taken = [[g.index for g in admission.take(4, samples)[0]] for samples in (11, 1, math.inf)]
+    assert taken == [[0, 1], [2], [3]]
 
 
 def test_without_staleness_a_step_takes_its_groups_of_the_plan_and_nothing_starts_ahead():

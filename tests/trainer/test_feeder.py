@@ -25,7 +25,7 @@ class Interaction:
         self.done = done
 
     def finish(self, episode, version=0):
-        self.done({"episode": {"episode_id": episode, "group_id": episode // 2}, "version": version})
+        self.done({"episode": {"episode_id": episode, "group_id": episode // 2}, "version": version, "keys": ["0"]})
 
 
 def feeder(max_staleness, ahead=True, deadline_s=30.0):

@@ -125,6 +125,18 @@ class ActorWorker(DetachActorWorker):
         output = await self._compute(update)
         return output.cpu() if output is not None else None
 
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    async def compute_log_prob(self, data: TensorDict) -> TensorDict:
+        """On the gradient lane too: a network has one user at a time, and micro-batches may be under way."""
+        traffic.count("store_to_learner", _tensors(data))
+
+        def infer() -> TensorDict:
+            with self.timeline.span(GRADIENT, "log_probs", samples=len(data)):
+                return self.actor.infer_batch(data)
+
+        output = await self._compute(infer)
+        return output.cpu() if output is not None else None
+
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
     async def copy_samples(self, source: list[str], copies: list[str]) -> None:
         """See ``store.copy_samples``. Done here, because samples hold images, which do not pass through the driver."""

@@ -184,7 +184,6 @@ class Manager:
 
     def __init__(self, clock: Clock, work: Workload, draws: Draws, lanes: Sequence[Lane], done: Done) -> None:
         self.clock, self.work, self.done = clock, work, done
-        self.lengths: dict[int, int] = {}  # of finished episodes, chunk steps
         self.workers = [
             EnvWorker(clock, work, draws, lanes[i % len(lanes)], self._delivered) for i in range(work.layout.workers)
         ]
@@ -215,7 +214,7 @@ class Manager:
 
     def _delivered(self, worker: EnvWorker, run: _Run) -> None:
         worker.out -= 1
-        self.lengths[run.episode] = run.length
         group = run.episode // self.work.schedule.group_size
-        self.done({"episode": {"group_id": group, "episode_id": run.episode}, "version": run.version})
+        episode = {"group_id": group, "episode_id": run.episode}
+        self.done({"episode": episode, "version": run.version, "keys": range(run.length)})
         self._hand_out()

@@ -104,10 +104,10 @@ class Trainer:
         self.admission.finished(summary)
         self._changed.set()
 
-    def _groups(self, limit: int) -> Any:
+    def _groups(self, limit: int, samples: float = math.inf) -> Any:
         since = self.clock.now
         while True:
-            chosen, stale = self.admission.take(limit)
+            chosen, stale = self.admission.take(limit, samples)
             if chosen or stale:
                 self._admit()
             if chosen:
@@ -118,7 +118,7 @@ class Trainer:
             yield self._changed
 
     def _samples(self, groups: Sequence[Group]) -> int:
-        return sum(self.manager.lengths.pop(t["episode"]["episode_id"]) for g in groups for t in g.trajectories)
+        return sum(group.samples for group in groups)
 
     # ---- trainer.trainer
 
@@ -178,7 +178,7 @@ class Trainer:
             limit, pending = schedule.groups_per_step * part // schedule.mini_batches, 0
             sent: deque[Event] = deque()
             while len(self.admission.taken) < limit:
-                piece = yield from self._groups(limit)
+                piece = yield from self._groups(limit, size + 1 - pending)
                 count = self._samples(piece)
                 groups += piece
                 samples += count

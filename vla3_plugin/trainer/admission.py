@@ -10,6 +10,7 @@ its groups of the plan.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,10 @@ class Group:
     def version(self) -> int:
         """The oldest version that made one of its samples."""
         return min(t["version"] for t in self.trajectories)
+
+    @property
+    def samples(self) -> int:
+        return sum(len(t["keys"]) for t in self.trajectories)
 
 
 class Admission:
@@ -126,8 +131,10 @@ class Admission:
             spare = min(spare, places - sum(deadline <= d for deadline in deadlines))
         return spare
 
-    def take(self, limit: int) -> tuple[list[Group], list[Group]]:
+    def take(self, limit: int, samples: float = math.inf) -> tuple[list[Group], list[Group]]:
         """(groups to train on, groups to drop), until the step holds ``limit`` groups. The second are too old.
+
+        No more than it takes to have ``samples`` samples, so that the learner can begin on them.
 
         In the order of their deadlines, then of the plan. With ``max_staleness`` 0 the first ``limit`` groups of the
         plan's part for this step come first whatever arrives first, so that mini-batches are the plan's too.
@@ -143,7 +150,10 @@ class Admission:
             candidates = [g for g in candidates if g.index in members]
         chosen = []
         for group in candidates:
+            if samples <= 0:
+                break
             if len(self.taken) < limit and self._spare(self._deadline(group)) > 0:
+                samples -= group.samples
                 del self.ready[group.index]
                 self.taken.append(group.index)
                 self._in_step.append(group)

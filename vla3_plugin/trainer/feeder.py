@@ -6,6 +6,7 @@ arrive) meet; one lock guards the bookkeeping, which itself is ``admission.Admis
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -82,8 +83,8 @@ class Feeder:
             self._error = error
             self._changed.notify_all()
 
-    def groups(self, limit: int) -> list[Group]:
-        """Finished groups, at least one, until this step holds ``limit``; waits for the first.
+    def groups(self, limit: int, samples: float = math.inf) -> list[Group]:
+        """Finished groups, at least one, until this step holds ``limit``; waits for the first. See ``Admission.take``.
 
         Raises:
             Stopped: the run was asked to stop.
@@ -96,7 +97,7 @@ class Feeder:
             while True:
                 if self.stop():
                     raise Stopped
-                chosen, stale = self.admission.take(limit)
+                chosen, stale = self.admission.take(limit, samples)
                 if stale:
                     self.drop(stale)
                 if chosen or stale:

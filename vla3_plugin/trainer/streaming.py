@@ -41,6 +41,11 @@ class MicroBatches:
             self._send(self._pending[: self.size], last=False)
             self._pending = self._pending[self.size :]
 
+    @property
+    def wanted(self) -> int:
+        """Samples until the next micro-batch can go."""
+        return self.size + 1 - len(self._pending)
+
     def finish(self) -> None:
         """Send the rest, and wait for the optimizer step."""
         self.trainer.publisher.learner_moves()
@@ -103,7 +108,8 @@ def train_arriving(trainer: VLA3Trainer, metrics: dict[str, Any]) -> Batch:
         stream = MicroBatches(trainer, end_of_update=limit == trainer.groups_per_step)
         while len(trainer.feeder.admission.taken) < limit:
             try:
-                groups = trainer.feeder.groups(limit)
+                # no more than that at a time: the learner begins while the next ones' advantages are computed
+                groups = trainer.feeder.groups(limit, stream.wanted)
             except Stopped:
                 stream.settle()  # a checkpoint follows, and its collectives must not meet those of a gradient
                 raise
