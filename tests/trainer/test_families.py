@@ -85,6 +85,7 @@ def test_gr00t_trains_with_ppo_on_libero_on_one_clock(launch, tmp_path):
     check(run, ["gr00t.backbone.", "gr00t.action_head.", "value_head."], "gr00t-n1.5-nano", processing="libero")
 
 
+@pytest.mark.long  # of the token policies OpenVLA-OFT is in every test run (test_stages)
 def test_openvla_trains_with_grpo_on_a_toy_on_three_clocks(launch, toy_record, tmp_path):
     run = launch(
         tmp_path / "run", *SHORT, *GRPO, "vla3.env.name=toy", "~vla3.env.options.task", "vla3.env.envs_per_shard=4",

@@ -97,3 +97,12 @@ def local_faults(config: Any) -> list[str]:
         "actor_rollout_ref.rollout.n_gpus_per_node, join a cluster (ray_kwargs.ray_init.address), or set "
         "vla3.profile=cpu"
     ]
+
+
+def whereabouts(_actor: Any) -> dict[str, Any]:
+    """Node and devices of the process that this runs in; here, because env workers need not import verl for it."""
+    import ray
+
+    context = ray.get_runtime_context()
+    gpus = context.get_accelerator_ids().get("GPU", [])
+    return {"node_id": context.get_node_id(), "address": ray.util.get_node_ip_address(), "gpus": gpus}

@@ -26,7 +26,7 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.replica import RolloutMode
 
 from vla3_plugin.envs.rendering import ASSIGNED
-from vla3_plugin.placement.fit import PlacementError
+from vla3_plugin.placement.fit import PlacementError, whereabouts
 from vla3_plugin.placement.resolve import bundle_cpus, share
 from vla3_plugin.placement.spec import Device, Placement
 from vla3_plugin.rollout.policy_worker import PolicyReplica
@@ -79,7 +79,7 @@ class Grid:
             A line for each whose node is not the one that was chosen for it.
         """
         names = [(name, rank) for name, group in actors.items() for rank in range(len(group))]
-        found = ray.get([actor.__ray_call__.remote(_where) for group in actors.values() for actor in group])
+        found = ray.get([actor.__ray_call__.remote(whereabouts) for group in actors.values() for actor in group])
         record = [
             {"process": f"{name} {rank}", **where, "node": self.nodes.index(where["node_id"])}
             if where["node_id"] in self.nodes
@@ -155,12 +155,6 @@ def _ordered(nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The head first, then by address: the order that node ranks follow."""
     head = "node:__internal_head__"
     return sorted(nodes, key=lambda n: (head not in n["Resources"], n["NodeManagerAddress"], n["NodeID"]))
-
-
-def _where(_actor: Any) -> dict[str, Any]:
-    context = ray.get_runtime_context()
-    gpus = context.get_accelerator_ids().get("GPU", [])
-    return {"node_id": context.get_node_id(), "address": ray.util.get_node_ip_address(), "gpus": gpus}
 
 
 @dataclass
