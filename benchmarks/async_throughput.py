@@ -4,8 +4,9 @@
     python benchmarks/async_throughput.py --real maniskill --modes sync all
 
 Every mode is a run of the ordinary entry with the stages switched; its figures are read from the run's own metrics.
-Fresh samples (env chunk steps that were trained on for the first time) per second of wall clock, from the end of the
-first warm-up steps to the end of the last step: in a steady state that is also the rate of env chunk steps.
+Fresh samples (env chunk steps that were trained on for the first time) per second of wall clock, after the first steps
+(warm-up) and before the last ones (in which simulators find nothing more to start): in a steady state that is also the
+rate of env chunk steps.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def collocated(args: argparse.Namespace) -> list[str]:
 def run(mode: str, args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     command = [
         sys.executable, "-m", "verl.trainer.main", *recipe(args), f"vla3.run_dir={directory}",
-        f"trainer.total_training_steps={args.warmup + args.steps}", "trainer.val_before_train=false",
+        f"trainer.total_training_steps={args.warmup + args.steps + args.cooldown}", "trainer.val_before_train=false",
         "trainer.test_freq=-1", "trainer.save_freq=-1", *overrides(mode, args),
     ]  # fmt: skip
     directory.mkdir(parents=True)
@@ -83,12 +84,12 @@ def run(mode: str, args: argparse.Namespace, directory: Path) -> dict[str, Any]:
         tail = (directory / "log").read_text().strip().splitlines()[-5:]
         return {"mode": mode, "status": status, "error": "\n".join(tail)[-1500:]}
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return {"mode": mode, "status": 0} | figures(rows, args.warmup)
+    return {"mode": mode, "status": 0} | figures(rows, args.warmup, args.cooldown)
 
 
-def figures(rows: list[dict[str, Any]], warmup: int) -> dict[str, Any]:
-    """Rates from the end of step ``warmup`` to the end of the last step."""
-    steady = rows[warmup:]
+def figures(rows: list[dict[str, Any]], warmup: int, cooldown: int) -> dict[str, Any]:
+    """Rates from the end of step ``warmup`` to the end of the step before the last ``cooldown`` ones."""
+    steady = rows[warmup : len(rows) - cooldown]
     seconds = steady[-1]["time"] - rows[warmup - 1]["time"]
     samples = sum(row["rollout/chunk_steps"] for row in steady)
     stale = [float(row.get("staleness/max", 0)) for row in steady]
@@ -105,6 +106,7 @@ def figures(rows: list[dict[str, Any]], warmup: int) -> dict[str, Any]:
         "samples_per_s": samples / seconds,
         "step_s": seconds / len(steady),
         "steps": len(steady),
+        "cooldown": cooldown,
         "staleness_max": max(stale),
         "staleness": {name.rsplit("/", 1)[1]: count for name, count in ages.items()},
         "dropped": sum(v for k, v in steady[-1].items() if k.startswith("rollout/dropped_")),
@@ -120,6 +122,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=None, choices=MODES)
     parser.add_argument("--steps", type=int, default=8, help="measured steps")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them")
+    parser.add_argument("--cooldown", type=int, default=3, help="steps after them: max_staleness + 1 or more")
     parser.add_argument("--override", nargs="*", default=[], help="further Hydra overrides, in every mode")
     parser.add_argument("--out", type=Path, help="keep the runs here")
     parser.add_argument("--json", action="store_true")

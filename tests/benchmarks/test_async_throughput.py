@@ -41,3 +41,11 @@ def test_a_mode_has_the_stages_that_it_names(real, mode):
     assert (stages.interaction.enabled, stages.streaming.enabled, stages.training.enabled) == STAGES[mode]
     assert (stages.interaction.batching == "step_join") == mode.endswith("step_join")
     assert (vla3.env.host == "policy_worker") == mode.endswith("hosted")
+
+
+def test_a_rate_is_of_the_steps_between_warm_up_and_the_end_of_supply():
+    """The last steps, in which half of the simulators stood idle, used to count."""
+    times = [10, 20, 22, 24, 30, 50]
+    rows = [{"time": float(t), "rollout/chunk_steps": 8.0} for t in times]
+    found = async_throughput.figures(rows, warmup=2, cooldown=2)
+    assert (found["samples_per_s"], found["step_s"], found["steps"]) == (4.0, 2.0, 2)
