@@ -48,11 +48,12 @@ def record(root: Path) -> list[dict[str, Any]]:
             "rollout": {k: roles["rollout"][k] for k in ("n_gpus_per_node", "nnodes")},
             "actor": {"ppo_micro_batch_size_per_gpu": roles["actor"]["ppo_micro_batch_size_per_gpu"]},
         }
-        steps, cooldown = measured["steps"], measured.get("cooldown", 0)
+        cooldown = measured.get("cooldown", 0)
+        steady = figures(rows, len(rows) - measured["steps"] - cooldown, cooldown)
         mode = path.parent.name.replace("all_", "all+").replace("interaction_", "interaction+")
         entries.append({
             "preset": path.parents[1].name, "mode": mode, "config": kept,
-            "measured": figures(rows, len(rows) - steps - cooldown, cooldown), "host": host_points(read_run(path.parent)),
+            "measured": steady, "host": host_points(read_run(path.parent)),
         })  # fmt: skip
     return entries
 
