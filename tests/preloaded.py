@@ -5,6 +5,7 @@ run, its arguments, directory, output, exit and everything that it starts are th
 start as such, and of what happens to its processes, use the command.
 """
 
+import contextlib
 import json
 import os
 import runpy
@@ -31,20 +32,30 @@ def run_module(module: str, *arguments: str, cwd: Path, env: dict[str, str], tim
     with tempfile.TemporaryDirectory() as kept:
         texts = [Path(kept, name) for name in ("stdout", "stderr")]
         job = {"module": module, "arguments": arguments, "cwd": str(cwd), "texts": [str(text) for text in texts]}
-        interpreter.stdin.write(json.dumps(job) + "\n")
-        interpreter.stdin.flush()
-        pid = int(interpreter.stdout.readline())
-        limit = threading.Timer(timeout or 1e6, os.kill, (pid, signal.SIGKILL))
+        pid, late = 0, threading.Event()
+
+        def stop() -> None:
+            late.set()
+            os.kill(pid, signal.SIGKILL)
+
+        limit = threading.Timer(timeout or 1e6, stop)
         limit.daemon = True
-        limit.start()
         try:
+            interpreter.stdin.write(json.dumps(job) + "\n")
+            interpreter.stdin.flush()
+            pid = int(interpreter.stdout.readline())
+            limit.start()
             status = int(interpreter.stdout.readline())
         except BaseException:  # the test was interrupted: nobody would read this answer
-            os.kill(pid, signal.SIGKILL)
             _interpreters.pop(key).kill()
+            if pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             raise
         finally:
             limit.cancel()
+        if late.is_set():
+            raise subprocess.TimeoutExpired([module, *arguments], timeout)
         out, err = (text.read_text(errors="replace") for text in texts)
     return subprocess.CompletedProcess([sys.executable, "-m", module, *arguments], status, out, err)
 

@@ -1,5 +1,6 @@
 """The streamed gradient against the full batch's, in float64, through the engine's own code."""
 
+import asyncio
 import types
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 from vla3_plugin.config import AlgorithmConfig, TrainingStage
 from vla3_plugin.learner import fields
+from vla3_plugin.learner.actor_worker import ActorWorker
 from vla3_plugin.learner.engine_fsdp import VLAFSDPEngine
 from vla3_plugin.learner.objective import Objective
 from vla3_plugin.learner.streamed_counts import StreamedCounts
@@ -242,3 +244,25 @@ def test_updates_without_a_finite_gradient_change_nothing_are_counted_and_end_th
     with pytest.raises(FloatingPointError, match="10 updates in a row"):
         for _ in range(10):
             step(float("inf"))
+
+
+@settings(max_examples=20, deadline=None)
+@given(arrival=st.permutations(range(5)))
+def test_the_gradient_lane_computes_in_the_drivers_order_whatever_arrives_first(arrival):
+    """Also where one call fails. Log-probs between micro-batches used to go first on the rank that fetched sooner."""
+    worker = ActorWorker.__new__(ActorWorker)
+    worker._turn, worker._expected, worker._gradients, worker._since = asyncio.Condition(), 0, None, None
+    computed = []
+
+    def compute(turn):
+        computed.append(turn)
+        if turn == 2:
+            raise ValueError("not finite")
+
+    async def all_of_them():
+        calls = [asyncio.ensure_future(worker._in_turn(turn, compute, turn)) for turn in arrival]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    found = asyncio.run(asyncio.wait_for(all_of_them(), 20))
+    worker._gradients.shutdown()
+    assert computed == list(range(5)) and sum(isinstance(answer, ValueError) for answer in found) == 1

@@ -44,7 +44,7 @@ class ActorWorker(DetachActorWorker):
         self._all_next = True
         self._copying = ThreadPoolExecutor(1, "copies")
         self._idle_since = 0.0
-        self._expected = 0
+        self._expected = 0  # the turn that comes next
         self._turn = asyncio.Condition()
         self._gradients: ThreadPoolExecutor | None = None
         self._since: float | None = None  # when what the gradient lane computes now began (monotonic)
@@ -84,20 +84,25 @@ class ActorWorker(DetachActorWorker):
 
     @register(dispatch_mode=_STREAMED, blocking=False)
     async def train_micro_batch(self, data: TensorDict) -> TensorDict:
-        """One streamed micro-batch. Extra information: ``sequence`` in its mini-batch and whether it is the ``last``;
-        ``end_of_update``: the learning rate's schedule moves on after it; ``keep_logprobs``: store the log-probs it was
-        computed with, for later epochs. Every rank gets a call for every micro-batch, so none waits for another in a
-        reduction. Samples are fetched while earlier micro-batches compute; they take their turn by ``sequence``.
+        """One streamed micro-batch. Extra information: its ``turn`` on the gradient lane; whether it is the ``first``
+        and the ``last`` of its mini-batch; ``end_of_update``: the learning rate's schedule moves on after it;
+        ``keep_logprobs``: store the log-probs it was computed with, for later epochs. Every rank gets a call for every
+        micro-batch, so none waits for another in a reduction. Samples are fetched while earlier ones compute.
         """
         traffic.count("store_to_learner", _tensors(data))
-        sequence, last = tu.pop(data, key="sequence"), tu.pop(data, key="last")
+        turn, first, last = (tu.pop(data, key=key) for key in ("turn", "first", "last"))
+        return await self._in_turn(turn, self._micro_batch, data, first, last)
+
+    async def _in_turn(self, turn: int, function: Callable[..., Any], *args: Any) -> Any:
+        """The driver numbers what it sends to the gradient lane: samples arrive in another order on each rank, and
+        ranks that also computed in another order would wait for one another in different collectives."""
         async with self._turn:
-            await self._turn.wait_for(lambda: sequence == self._expected)
+            await self._turn.wait_for(lambda: turn == self._expected)
         try:
-            return await self._compute(self._micro_batch, data, sequence == 0, last)
+            return await self._compute(function, *args)
         finally:
             async with self._turn:
-                self._expected = 0 if last else sequence + 1
+                self._expected = turn + 1
                 self._turn.notify_all()
 
     def _micro_batch(self, data: TensorDict, first: bool, last: bool) -> TensorDict:
@@ -127,14 +132,16 @@ class ActorWorker(DetachActorWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     async def compute_log_prob(self, data: TensorDict) -> TensorDict:
-        """On the gradient lane too: a network has one user at a time, and micro-batches may be under way."""
-        traffic.count("store_to_learner", _tensors(data))
+        """On the gradient lane too, in its ``turn``: a network has one user at a time, and micro-batches may be under
+        way. The engine counts what a pass without gradients fetches.
+        """
+        turn = tu.pop(data, key="turn")
 
         def infer() -> TensorDict:
             with self.timeline.span(GRADIENT, "log_probs", samples=len(data)):
                 return self.actor.infer_batch(data)
 
-        output = await self._compute(infer)
+        output = await self._in_turn(turn, infer)
         return output.cpu() if output is not None else None
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)

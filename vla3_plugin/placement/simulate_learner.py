@@ -42,10 +42,10 @@ class Learner:
         for end in ends:
             yield end
 
-    def send(self, ms: float) -> Event:
+    def send(self, ms: float, fetch: bool = True) -> Event:
         """Queue a streamed micro-batch; its samples are fetched while earlier ones compute."""
         there, done = Event(self.clock), Event(self.clock)
-        self.clock.call(self.work.host.fetch_ms / 1e3, there.set)
+        self.clock.call(self.work.host.fetch_ms / 1e3 if fetch else 0.0, there.set)
         self._queue.append((there, ms, done))
         self._wake.set()
         return done
@@ -146,7 +146,7 @@ class Trainer:
             self._checked = True
             rows = min(_PARITY_ROWS, samples)
             yield host.parity_ms / 1e3
-            yield from self.learner.compute(self.learner.samples_ms(rows, self.work.policy.forward_share))
+            yield self.learner.send(self.learner.samples_ms(rows, self.work.policy.forward_share), fetch=False)
         yield (host.prepare_ms + host.prepare_ms_per_sample * samples) / 1e3
 
     def _collect_and_update(self, groups: list[Group]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -64,7 +65,8 @@ class MicroBatches:
         self.padding += padding
         request = store.batch_of(
             keys + padding,
-            sequence=self._sent,
+            turn=next(self.trainer.turns),
+            first=self._sent == 0,
             first_pass=True,
             last=last,
             end_of_update=last and self.end_of_update,
@@ -108,8 +110,9 @@ def train_arriving(trainer: VLA3Trainer, metrics: dict[str, Any]) -> Batch:
         stream = MicroBatches(trainer, end_of_update=limit == trainer.groups_per_step)
         while len(trainer.feeder.admission.taken) < limit:
             try:
-                # no more than that at a time: the learner begins while the next ones' advantages are computed
-                groups = trainer.feeder.groups(limit, stream.wanted)
+                # no more than that at a time: the learner begins while the next ones' advantages are computed; but the
+                # run's first parity check, which may refuse it, sees all there is
+                groups = trainer.feeder.groups(limit, stream.wanted if trainer.checked_parity else math.inf)
             except Stopped:
                 stream.settle()  # a checkpoint follows, and its collectives must not meet those of a gradient
                 raise
@@ -117,6 +120,8 @@ def train_arriving(trainer: VLA3Trainer, metrics: dict[str, Any]) -> Batch:
             write_padding_rows(trainer.actor_rollout_wg, piece.keys, piece.padding)
             if limit == first:  # later the learner is no longer what it was before the step
                 check_parity(trainer, piece, metrics)
+            if trainer.use_reference_policy and not trainer.ref_in_actor and trainer.dp_size > 1:
+                stream.settle()  # it computes in the learner's processes, beside the lane: collectives must not mix
             prepared.append((trainer.prepare(piece), len(piece.keys)))
             stream.add(piece.trained_keys)
             batch.join(piece)

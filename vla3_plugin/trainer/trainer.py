@@ -6,6 +6,7 @@ workers' loops), streaming (``train_arriving`` in place of collect and update), 
 staleness bound, and weights are published in the background).
 """
 
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,7 @@ class VLA3Trainer(PPOTrainer):
         self.evaluator = Evaluator(self)
         self.row: dict[str, Any] = {}  # metrics of the newest step, once this process has made one
         self.checked_parity = False
+        self.turns = itertools.count()  # on the learner's gradient lane; see ActorWorker
 
     # ---- construction: what verl's _setup calls ----
 
@@ -271,6 +273,7 @@ class VLA3Trainer(PPOTrainer):
         else:
             with marked_timer("collect", timing_raw, color="red"):
                 batch = self.collect()
+            self.publisher.learner_moves()  # from here its network is in use: nobody is sent the same version again
             with marked_timer("parity", timing_raw, color="blue"):
                 check_parity(self, batch, metrics)
             with marked_timer("prepare", timing_raw, color="brown"):
@@ -318,7 +321,6 @@ class VLA3Trainer(PPOTrainer):
             return self.compute_advantages(batch)
 
     def train_whole_batch(self, batch: Batch, metrics: dict) -> None:
-        self.publisher.learner_moves()
         algorithm, stage = self.vla3.algorithm, self.vla3.stages.training
         stale = min(batch.versions) < self.version
         if algorithm.mini_batches == "episodes" and algorithm.num_mini_batches > 1:
@@ -334,6 +336,8 @@ class VLA3Trainer(PPOTrainer):
         self.update(batch, metrics, algorithm.update_epoch)
 
     def learner_outputs(self, worker_group: Any, method: str, keys: list[str], **extra: Any) -> None:
+        if worker_group is self.actor_rollout_wg:
+            extra["turn"] = next(self.turns)
         getattr(worker_group, method)(store.batch_of(keys, compute_loss=False, temperature=1.0, **extra))
 
     @property
