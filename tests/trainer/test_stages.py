@@ -113,6 +113,19 @@ def test_two_learner_ranks_with_uneven_micro_batches_learn_what_one_learns(synch
     assert_same_policy(weights(synchronous("grpo")), weights(run))
 
 
+@pytest.mark.long
+def test_a_reference_policy_beside_two_streaming_ranks_changes_nothing_either(launch, line, tmp_path):
+    """It computes in the learner's processes: its collectives must not meet those of a micro-batch."""
+    kl = [*GRPO, "vla3.algorithm.kl_beta=0.1"]
+    one = launch(tmp_path / "one", *line, *SAME, *SHORT, *kl)
+    two = launch(
+        tmp_path / "two", *line, *SAME, *SHORT, *kl, *ON, "vla3.stages.training.max_staleness=0",
+        "trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=7",
+    )  # fmt: skip
+    assert_same_policy(weights(one), weights(two))
+    assert two.metrics[2]["actor/kl"] == pytest.approx(one.metrics[2]["actor/kl"], rel=1e-3)
+
+
 @pytest.fixture(scope="module")
 def asynchronous(launch, line, tmp_path_factory):
     """Eight steps with everything on and two of everything; GRPO in groups of four, some of them without spread."""
