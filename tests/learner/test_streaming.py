@@ -15,7 +15,7 @@ from vla3_plugin.config import AlgorithmConfig, TrainingStage
 from vla3_plugin.learner import fields
 from vla3_plugin.learner.actor_worker import ActorWorker
 from vla3_plugin.learner.engine_fsdp import VLAFSDPEngine
-from vla3_plugin.learner.objective import Objective
+from vla3_plugin.learner.objective import Objective, kept_logprobs
 from vla3_plugin.learner.streamed_counts import StreamedCounts
 
 CHUNK, DIM = 3, 2
@@ -187,6 +187,31 @@ def test_the_correction_changes_what_old_samples_weigh():
         stage = TrainingStage(enabled=True, correction=correction, behave_weight_threshold=1.5)
         losses[correction] = Objective(AlgorithmConfig(), stage)(output, batch)[0].item()
     assert len({round(loss, 9) for loss in losses.values()}) == 3
+
+
+def test_in_a_later_mini_batch_old_samples_are_clipped_too_although_it_is_their_first_pass():
+    """They were clipped around the learner of that very moment: every ratio was 1, and nothing held the rest of the
+    epoch near the policy that the step began with."""
+    from verl.utils import tensordict_utils as tu
+
+    objective = Objective(AlgorithmConfig(), TrainingStage(enabled=True))
+    logprob, now = torch.randn(6, CHUNK, DIM, dtype=torch.float64), 5
+    found = {}
+    for moved in (False, True):
+        batch = old_samples()
+        tu.assign_non_tensor(batch, learner_version=now, first_pass=True, moved=moved)
+        found[moved] = objective._proximal(batch, logprob, batch[fields.LOGPROB])
+        old = batch[fields.VERSION].flatten() < now
+        kept = kept_logprobs(batch, logprob)
+        torch.testing.assert_close(kept[old], found[moved][old])  # later epochs are clipped around the same
+    behaviour = batch[fields.LOGPROB]
+    for age, share in ((1, 1 / 2), (2, 2 / 3)):
+        rows = batch[fields.VERSION].flatten() == now - age
+        torch.testing.assert_close(found[False][rows], logprob[rows])
+        torch.testing.assert_close(found[True][rows], torch.lerp(behaviour, logprob, share)[rows])
+    fresh = batch[fields.VERSION].flatten() == now
+    for proximal in found.values():
+        torch.testing.assert_close(proximal[fresh], behaviour[fresh])
 
 
 def test_a_later_pass_without_proximal_log_probs_is_refused_not_guessed():

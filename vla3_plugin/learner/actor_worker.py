@@ -20,6 +20,7 @@ from verl.single_controller.base.decorator import Dispatch, Execute, make_nd_com
 from verl.utils import tensordict_utils as tu
 
 from vla3_plugin.learner import collectives, fields
+from vla3_plugin.learner.objective import kept_logprobs
 from vla3_plugin.learner.weights import TRAINED_ONLY
 from vla3_plugin.rollout import store
 from vla3_plugin.telemetry import clock, traffic
@@ -116,7 +117,9 @@ class ActorWorker(DetachActorWorker):
         if last and end_of_update:
             metrics["lr"] = [engine.lr_scheduler_step()]
         self._idle_since = 0.0 if last else clock.now()
-        kept = {fields.PROXIMAL: output["model_output"][fields.LEARNER_LOGPROB].cpu()} if keep else {}
+        kept = {}
+        if keep:
+            kept[fields.PROXIMAL] = kept_logprobs(data, output["model_output"][fields.LEARNER_LOGPROB].cpu())
         return tu.get_tensordict(tensor_dict=kept, non_tensor_dict={"metrics": metrics})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))

@@ -5,6 +5,7 @@ neither micro-batches of unequal size nor ranks with unequal numbers of valid st
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,25 +124,40 @@ class Objective:
         """Log-probs of the policy around which the ratio is clipped: the learner's before this step's updates.
 
         A sample of the learner's own version carries them already. For the others they were recomputed before the
-        updates; a streamed micro-batch that is seen for the first time has them in hand (in a later mini-batch: of the
-        learner after the earlier ones, which is as recent a policy as any).
+        updates; a streamed micro-batch that is seen for the first time has them in hand, or, in a later mini-batch,
+        between those of its own policy and of the learner that has moved. (Around the latter every ratio would be 1:
+        nothing would hold the rest of the first epoch near the policy that the step began with.)
         """
         now, version = int(data["learner_version"]), data[fields.VERSION].flatten()
+        between = partial(losses.interpolate_proximal, behaviour_logprob=behaviour, version=version, version_now=now)
         if self.training.proximal == "interpolate":
-            return losses.interpolate_proximal(
-                logprob=logprob, behaviour_logprob=behaviour, version=version, version_now=now
-            )
+            return between(logprob=logprob)
         recomputed = logprob
         if fields.PROXIMAL in data.keys():
             recomputed = granularity.aggregate_logprob(
                 data[fields.PROXIMAL], data[fields.STEP_MASK].bool(), logprob_type=self.algorithm.logprob_type
             )
-        elif not bool((version >= now).all()) and not tu.get_non_tensor_data(data, "first_pass", False):
+        elif tu.get_non_tensor_data(data, "first_pass", False):
+            recomputed = between(logprob=logprob) if tu.get_non_tensor_data(data, "moved", False) else logprob
+        elif not bool((version >= now).all()):
             raise RuntimeError(
                 "samples of older versions have no proximal log-probs although this is not their first pass"
             )
         fresh = (version >= now).view(-1, *[1] * (logprob.dim() - 1))
         return torch.where(fresh, behaviour, recomputed)
+
+
+def kept_logprobs(data: TensorDict, logprob: Tensor) -> Tensor:
+    """What later epochs take for the proximal log-probs of a streamed micro-batch: those it was computed with at first,
+    [N, C, D], or as ``Objective._proximal`` has it where the learner had moved."""
+    if not tu.get_non_tensor_data(data, "moved", False):
+        return logprob
+    return losses.interpolate_proximal(
+        logprob=logprob,
+        behaviour_logprob=data[fields.LOGPROB].to(logprob),
+        version=data[fields.VERSION].flatten().to(logprob.device),
+        version_now=int(data["learner_version"]),
+    )
 
 
 def _wide(x: Tensor) -> Tensor:

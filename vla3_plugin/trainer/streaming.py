@@ -23,11 +23,12 @@ class MicroBatches:
     """Cuts a mini-batch's samples into micro-batches as they come and sends them to the learner's ranks.
 
     The last one is held back until the mini-batch is complete, because the learner must know that it is the last: with
-    it go the one reduction and the optimizer step. Samples that weigh nothing are not sent.
+    it go the one reduction and the optimizer step. Samples that weigh nothing are not sent. ``moved``: an earlier
+    mini-batch of the step has updated the learner.
     """
 
-    def __init__(self, trainer: VLA3Trainer, end_of_update: bool) -> None:
-        self.trainer = trainer
+    def __init__(self, trainer: VLA3Trainer, end_of_update: bool, moved: bool) -> None:
+        self.trainer, self.moved = trainer, moved
         self.end_of_update = end_of_update and trainer.vla3.algorithm.update_epoch == 1
         self.size = trainer.config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu * trainer.dp_size
         self._pending: list[str] = []
@@ -68,6 +69,7 @@ class MicroBatches:
             turn=next(self.trainer.turns),
             first=self._sent == 0,
             first_pass=True,
+            moved=self.moved,
             last=last,
             end_of_update=last and self.end_of_update,
             keep_logprobs=keeps_logprobs(self.trainer),
@@ -107,7 +109,7 @@ def train_arriving(trainer: VLA3Trainer, metrics: dict[str, Any]) -> Batch:
     prepared: list[tuple[dict[str, float], int]] = []
     first = limits(trainer)[0]
     for limit in limits(trainer):
-        stream = MicroBatches(trainer, end_of_update=limit == trainer.groups_per_step)
+        stream = MicroBatches(trainer, end_of_update=limit == trainer.groups_per_step, moved=limit != first)
         while len(trainer.feeder.admission.taken) < limit:
             try:
                 # no more than that at a time: the learner begins while the next ones' advantages are computed; but the
@@ -139,7 +141,7 @@ def train_in_order(trainer: VLA3Trainer, batch: Batch, metrics: dict[str, Any]) 
     found: dict[str, list[float]] = {}
     start, trained = 0, set(batch.trained_keys)
     for limit in limits(trainer):
-        stream = MicroBatches(trainer, end_of_update=limit == trainer.groups_per_step)
+        stream = MicroBatches(trainer, end_of_update=limit == trainer.groups_per_step, moved=start > 0)
         part = batch.trajectories[start * size : limit * size]
         stream.add([key for t in part for key in t["keys"] if key in trained])
         _finish(stream, batch, found)
