@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,6 +33,18 @@ def pytest_collection_modifyitems(config, items):
             mark = item.get_closest_marker("timeout")
             allowed[item.path] = allowed.get(item.path, 0) + (mark.args[0] if mark else 0)
         items.sort(key=lambda item: -allowed[item.path])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Fresh weights and inputs are the same whatever ran before: a test that fails once fails again."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item):
+    pytest_runtest_setup(item)
 
 
 @pytest.fixture(scope="module")
