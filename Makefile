@@ -17,7 +17,7 @@ lint: setup
 fast: setup
 	$(BIN)/python -m pytest -q -m "not slow"
 
-# three at a time on two cores: whole runs wait, for Ray and for deadlines, about as long as they compute
+# three at a time, for two cores: whole runs wait in between, for Ray and for deadlines
 test: lint
 	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not long" --durations=40 --durations-min=15
 

@@ -95,17 +95,19 @@ def test_a_request_samples_the_same_alone_and_beside_longer_prompts(kind):
 
 def test_padding_changes_nothing():
     """The velocity of a padded prompt is the one of the same prompt cut to its length, where nothing is masked."""
-    policy = small()
+    policy = small().double()
     inputs = policy.prepare(observations(1))
+    inputs = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
     length = int(inputs["attention_mask"].sum())
     assert length < inputs["attention_mask"].shape[1]
     cut = {**inputs, **{name: inputs[name][:, :length] for name in ("input_ids", "attention_mask")}}
     other = {**inputs, "input_ids": inputs["input_ids"].clone()}
     other["input_ids"][:, length:] = 77  # what stands in the padding does not matter
-    x, time = torch.randn(1, 6, 9), torch.tensor([0.25], dtype=torch.float64)
+    x, time = torch.randn(1, 6, 9, dtype=torch.float64), torch.tensor([0.25], dtype=torch.float64)
     velocities = [policy.velocity(policy.encode(given), x, time) for given in (inputs, cut, other)]
     for v in velocities[1:]:
-        torch.testing.assert_close(v, velocities[0], atol=1e-5, rtol=0)
+        assert v.dtype == torch.float64
+        torch.testing.assert_close(v, velocities[0], atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("mode", ["mixed", "joint"])

@@ -32,6 +32,7 @@ _STREAMED = {
     "collect_fn": lambda _group, output: output,
 }
 GRADIENT, PUBLICATION = "gradient", "publication"
+WEIGHT = "weight"  # among a micro-batch's metrics: what its means count for, the elements that the policy's loss weighs
 
 
 class ActorWorker(DetachActorWorker):
@@ -109,13 +110,14 @@ class ActorWorker(DetachActorWorker):
     def _micro_batch(self, data: TensorDict, first: bool, last: bool) -> TensorDict:
         end_of_update, keep = tu.pop(data, key="end_of_update"), tu.pop(data, key="keep_logprobs")
         engine: Any = self.actor.engine
+        weight = float(data[fields.POLICY_MASK].sum())
         if self._idle_since and not first:
             self.timeline.add(GRADIENT, "wait:data", self._idle_since, clock.now())
         with self.timeline.span(GRADIENT, "micro_batch", samples=len(data), last=last):
             output = engine.accumulate(data, self.actor.loss_fn, first=first, last=last)
-        metrics = {name: [value] for name, value in output["metrics"].items()}
+        metrics = output["metrics"] | {WEIGHT: weight}
         if last and end_of_update:
-            metrics["lr"] = [engine.lr_scheduler_step()]
+            metrics["lr"] = engine.lr_scheduler_step()
         self._idle_since = 0.0 if last else clock.now()
         kept = {}
         if keep:

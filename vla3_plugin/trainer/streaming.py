@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from vla3_plugin.learner import fields
+from vla3_plugin.learner.actor_worker import WEIGHT
 from vla3_plugin.rollout import store
 from vla3_plugin.rollout.stopping import Stopped
 from vla3_plugin.trainer.batch import Batch, combine, padding_rows, write_padding_rows
@@ -16,6 +17,7 @@ from vla3_plugin.trainer.parity import check_parity
 if TYPE_CHECKING:
     from vla3_plugin.trainer.trainer import VLA3Trainer
 
+Found = dict[str, list[tuple[float, float]]]  # each metric's values, with their weights
 _AHEAD = 2  # micro-batches that may wait at the learner: one in work and one behind it leave no gap
 
 
@@ -35,7 +37,7 @@ class MicroBatches:
         self._refs: list[list[Any]] = []
         self._sent = 0
         self.padding: list[str] = []
-        self.metrics: dict[str, list[float]] = {}
+        self.metrics: Found = {}
 
     def add(self, keys: list[str]) -> None:
         self._pending += keys
@@ -92,8 +94,10 @@ class MicroBatches:
             ) from None
         for answer in answers:
             found = answer.extra_info["metrics"] if hasattr(answer, "extra_info") else answer["metrics"]
-            for name, values in getattr(found, "data", found).items():
-                self.metrics.setdefault(name, []).extend(values)
+            values = dict(getattr(found, "data", found))
+            weight = values.pop(WEIGHT)
+            for name, value in values.items():
+                self.metrics.setdefault(name, []).append((value, weight))
 
 
 def limits(trainer: VLA3Trainer) -> list[int]:
@@ -105,7 +109,7 @@ def limits(trainer: VLA3Trainer) -> list[int]:
 def train_arriving(trainer: VLA3Trainer, metrics: dict[str, Any]) -> Batch:
     """The first epoch of a global batch, a mini-batch after the other, each as its groups arrive."""
     batch = Batch([], divisor=trainer.dp_size * trainer.vla3.algorithm.num_mini_batches)
-    found: dict[str, list[float]] = {}
+    found: Found = {}
     prepared: list[tuple[dict[str, float], int]] = []
     first = limits(trainer)[0]
     for limit in limits(trainer):
@@ -138,7 +142,7 @@ def train_arriving(trainer: VLA3Trainer, metrics: dict[str, Any]) -> Batch:
 def train_in_order(trainer: VLA3Trainer, batch: Batch, metrics: dict[str, Any]) -> None:
     """The same first epoch over a batch that is complete: what a streamed one is compared with."""
     size = trainer.vla3.algorithm.group_size
-    found: dict[str, list[float]] = {}
+    found: Found = {}
     start, trained = 0, set(batch.trained_keys)
     for limit in limits(trainer):
         stream = MicroBatches(trainer, end_of_update=limit == trainer.groups_per_step, moved=start > 0)
@@ -163,12 +167,18 @@ def complete_logprobs(trainer: VLA3Trainer, batch: Batch) -> None:
         store.put_fields(missing, {fields.PROXIMAL: store.get_fields(missing, [fields.LOGPROB])[fields.LOGPROB]})
 
 
-def _finish(stream: MicroBatches, batch: Batch, found: dict[str, list[float]]) -> None:
+def _finish(stream: MicroBatches, batch: Batch, found: Found) -> None:
     stream.finish()
     batch.leftovers += stream.padding
     for name, values in stream.metrics.items():
         found.setdefault(name, []).extend(values)
 
 
-def _means(found: dict[str, list[float]]) -> dict[str, float]:
-    return {f"actor/{name}": sum(values) / len(values) for name, values in found.items()}
+def _means(found: Found) -> dict[str, float]:
+    """Means over a step, however it was cut into micro-batches; one of nothing but padding counts for nothing."""
+    means = {}
+    for name, values in found.items():
+        if not any(weight for _, weight in values):
+            values = [(value, 1.0) for value, _ in values]
+        means[f"actor/{name}"] = sum(v * weight for v, weight in values) / sum(weight for _, weight in values)
+    return means
