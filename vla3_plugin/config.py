@@ -111,6 +111,7 @@ class TrainingStage:
 
     enabled: bool = False
     max_staleness: int = 1  # versions between what made a sample and what trains on it
+    just_in_time: bool = True  # start groups no earlier than the learner needs; false: as early as the bound allows
     correction: str = "decoupled"  # decoupled | truncated | none
     proximal: str = "recompute"  # recompute | interpolate
     behave_weight_threshold: float | None = 2.0  # decoupled: drops, truncated: cuts, what is further from the behaviour

@@ -78,7 +78,10 @@ class Trainer:
         self.clock, self.work, self.lanes, self.learner, self.total = clock, work, lanes, learner, steps
         s = work.schedule
         self.admission = Admission(
-            group_size=s.group_size, groups_per_step=s.groups_per_step, max_staleness=s.staleness
+            group_size=s.group_size,
+            groups_per_step=s.groups_per_step,
+            max_staleness=s.staleness,
+            just_in_time=s.just_in_time,
         )
         self.manager = Manager(clock, work, draws, lanes, self._finished)
         self.steps: list[tuple[float, int, list[int]]] = []
@@ -108,6 +111,8 @@ class Trainer:
         since = self.clock.now
         while True:
             chosen, stale = self.admission.take(limit, samples)
+            if chosen:
+                self.admission.took(self.clock.now - since)
             if chosen or stale:
                 self._admit()
             if chosen:
@@ -127,7 +132,7 @@ class Trainer:
         self._published(0)
         for version in range(self.total):
             self._version, self._open, self._checked = version, True, False
-            self.admission.begin_step(version)
+            self.admission.begin_step(version, self.clock.now)
             self._admit()
             groups: list[Group] = []
             if self.work.schedule.streaming:

@@ -134,6 +134,7 @@ class Schedule:
     max_batch_size: int = 32
     max_wait_ms: float = 0.0
     max_staleness: int = 1
+    just_in_time: bool = True
     group_size: int = 1
     train_batch_size: int = 16  # episodes a step
     micro_batch: int = 32  # samples a rank
@@ -231,6 +232,7 @@ def workload_of(config: Mapping[str, Any], host: HostCosts | None = None, name: 
             max_batch_size=interaction["max_batch_size"],
             max_wait_ms=interaction["max_wait_ms"],
             max_staleness=training["max_staleness"],
+            just_in_time=training.get("just_in_time", False),  # a measured run from before there was that key
             group_size=algorithm["group_size"],
             train_batch_size=config["data"]["train_batch_size"],
             micro_batch=roles["actor"]["ppo_micro_batch_size_per_gpu"],

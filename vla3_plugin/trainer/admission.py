@@ -14,6 +14,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from vla3_plugin.trainer.lead import Lead
+
 
 @dataclass
 class Group:
@@ -37,7 +39,9 @@ class Group:
 
 
 class Admission:
-    """Groups from admission to training. ``total`` bounds how many will ever be admitted (the run's end)."""
+    """Groups from admission to training. ``total`` bounds how many will ever be admitted (the run's end);
+    ``just_in_time``: groups start as late as they can without a wait, see ``lead``.
+    """
 
     def __init__(
         self,
@@ -48,9 +52,11 @@ class Admission:
         next_group: int = 0,
         replay: list[int] | None = None,
         total: int | None = None,
+        just_in_time: bool = False,
     ) -> None:
         self.group_size, self.groups_per_step, self.max_staleness = group_size, groups_per_step, max_staleness
         self.next_group, self.total = next_group, total
+        self.lead = Lead(groups_per_step, max_staleness) if just_in_time and max_staleness else None
         self.replay = list(replay or ())  # admitted before a restart, never trained on
         self.started: dict[int, Group] = {}
         self.ready: dict[int, Group] = {}
@@ -61,8 +67,11 @@ class Admission:
         self.dropped_groups: list[int] = []  # which, since somebody asked
         self.admitted = 0
 
-    def begin_step(self, now: int) -> None:
+    def begin_step(self, now: int, at: float = 0.0) -> None:
+        """``at``: seconds on any clock."""
         self.now, self.taken, self._in_step = now, [], []
+        if self.lead is not None:
+            self.lead.step_begins(at)
 
     @property
     def waiting(self) -> int:
@@ -77,6 +86,8 @@ class Admission:
     def admit(self, published: int) -> list[int]:
         """Indices of the groups to start now, in the order of the plan."""
         room = self.capacity(published) - self.waiting
+        if self.lead is not None:
+            room = min(room, self.lead.groups - self.waiting)
         chosen: list[int] = []
         while len(chosen) < room:
             if self.replay:
@@ -159,6 +170,11 @@ class Admission:
                 self._in_step.append(group)
                 chosen.append(group)
         return chosen, stale
+
+    def took(self, waited_s: float) -> None:
+        """The learner has groups that ``take`` chose; it waited ``waited_s`` for them."""
+        if self.lead is not None:
+            self.lead.took(len(self.ready), waited_s)
 
     def trained(self) -> None:
         """The step's groups are behind: nothing gives them back any more."""

@@ -52,7 +52,7 @@ class Feeder:
         """The step that trains at version ``now`` starts taking groups."""
         with self._changed:
             self._open = True
-            self.admission.begin_step(now)
+            self.admission.begin_step(now, time.monotonic())
             self._admit()
 
     def published(self, version: int) -> None:
@@ -92,7 +92,7 @@ class Feeder:
             Exception: that of the interaction or of a publication, when no further group can finish.
         """
         start = clock.now()
-        idle_since = time.monotonic()
+        asked = idle_since = time.monotonic()
         with self._changed:
             while True:
                 if self.stop():
@@ -100,6 +100,8 @@ class Feeder:
                 chosen, stale = self.admission.take(limit, samples)
                 if stale:
                     self.drop(stale)
+                if chosen:
+                    self.admission.took(time.monotonic() - asked)
                 if chosen or stale:
                     self._admit()
                 if chosen:
@@ -125,6 +127,14 @@ class Feeder:
             self.admission.trained()
             dropped, self.admission.dropped_groups = self.admission.dropped_groups, []
             return list(self.admission.taken), dropped
+
+    def metrics(self) -> dict[str, float]:
+        """Groups dropped so far, by reason; ``rollout/lead``: how many may wait at the learner."""
+        with self._changed:
+            found = {f"rollout/dropped_{why}": float(n) for why, n in self.admission.dropped.items()}
+            if self.admission.lead is not None:
+                found["rollout/lead"] = float(self.admission.lead.groups)
+            return found
 
     def give_back(self) -> None:
         """See ``Admission.give_back``: the step is given up."""

@@ -186,7 +186,8 @@ class VLA3Trainer(PPOTrainer):
         admission = Admission(
             group_size=size,
             groups_per_step=self.groups_per_step,
-            max_staleness=stage.max_staleness if stage.enabled else 0,
+            max_staleness=self._max_staleness,
+            just_in_time=stage.just_in_time,
             total=(self.total_training_steps - self.global_steps) * self.groups_per_step,
             next_group=self.admission_state.get("next_group", 0),
             replay=self.admission_state.get("replay"),
@@ -285,7 +286,7 @@ class VLA3Trainer(PPOTrainer):
         self.env_steps += batch.control_steps
         metrics.update(batch.metrics(timing_raw.get("collect", time.perf_counter() - start)))
         metrics.update(staleness_metrics([self.version - v for v in batch.versions], self._max_staleness))
-        metrics.update({f"rollout/dropped_{why}": float(n) for why, n in self.feeder.admission.dropped.items()})
+        metrics.update(self.feeder.metrics())
         metrics.update(self.faults.metrics())
         self.ledger.write(self.global_steps, *self.feeder.account())
         metrics[ENV_STEPS] = self.env_steps
