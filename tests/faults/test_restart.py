@@ -42,8 +42,9 @@ def living(request, start_run, line, tmp_path_factory):
     ("victim", "how"),
     [
         ("ray::WorkerDict", signal.SIGKILL),
-        ("driver", signal.SIGKILL),
         ("ray::TaskRunner", signal.SIGSTOP),
+        # a driver that is replaced is in every test run too: tests/test_supervise.py
+        pytest.param("driver", signal.SIGKILL, marks=pytest.mark.long),
         pytest.param("ray::TaskRunner", signal.SIGKILL, marks=pytest.mark.long),
         pytest.param("ray::WorkerDict", signal.SIGSTOP, marks=pytest.mark.long),
         pytest.param("driver", signal.SIGSTOP, marks=pytest.mark.long),

@@ -87,15 +87,15 @@ def test_with_decoupled_training_rollout_never_waits_for_the_learner():
     assert found.dropped == 0
 
 
-@pytest.mark.parametrize(("just_in_time", "ages"), [(False, {2}), (True, {1})])
+@pytest.mark.parametrize(("just_in_time", "ages"), [(False, {2: 10}), (True, {1: 5, 2: 5})])
 def test_a_learner_that_binds_never_waits_when_rollout_may_run_ahead(just_in_time, ages):
     asynchronous = {
         "interaction": True, "training": True, "max_staleness": 2, "recompute": False, "just_in_time": just_in_time
     }  # fmt: skip
-    found = simulate(workload(train=200.0, schedule=asynchronous), steps=5, warmup=10)
+    found = simulate(workload(train=200.0, schedule=asynchronous), steps=5, warmup=20)  # the lead has settled
     assert found.step_s == pytest.approx(1.6)
     assert found.busy["learner"] == pytest.approx(1.0)
-    assert set(found.staleness) == ages, "it takes what has waited longest; no longer than it must"
+    assert found.staleness == ages, "it takes what has waited longest; just in time, one of two is in reserve"
 
 
 def test_streaming_trains_on_the_first_episode_while_the_second_is_played():

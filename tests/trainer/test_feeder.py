@@ -15,7 +15,7 @@ class Interaction:
     """Plays nothing by itself: the test finishes episodes."""
 
     def __init__(self):
-        self.submitted, self.done = [], None
+        self.submitted, self.finished, self.done = [], [], None
 
     def on_failure(self, callback):
         self.failure = callback
@@ -24,13 +24,18 @@ class Interaction:
         self.submitted += [a.episode.episode_id for a in assignments]
         self.done = done
 
+    def finish_all(self, version):
+        for episode in [e for e in self.submitted if e not in self.finished]:
+            self.finish(episode, version)
+
     def finish(self, episode, version=0):
+        self.finished.append(episode)
         self.done({"episode": {"episode_id": episode, "group_id": episode // 2}, "version": version, "keys": ["0"]})
 
 
-def feeder(max_staleness, ahead=True, deadline_s=30.0):
+def feeder(max_staleness, ahead=True, deadline_s=30.0, just_in_time=False):
     interaction = Interaction()
-    admission = Admission(group_size=2, groups_per_step=2, max_staleness=max_staleness)
+    admission = Admission(group_size=2, groups_per_step=2, max_staleness=max_staleness, just_in_time=just_in_time)
     plan = EpisodePlan(0, [0], [], group_size=2)
     found = Feeder(interaction, plan, admission, ahead, Timeline("driver"), lambda groups: None, deadline_s)
     admission.begin_step(0)
@@ -48,6 +53,26 @@ def test_groups_start_ahead_of_the_step_as_far_as_the_bound_allows():
     found.published(1)
     found.begin_step(1)
     assert interaction.submitted == list(range(12))
+
+
+def test_a_learner_that_finds_groups_left_over_has_fewer_started_and_one_that_waits_more_at_once():
+    interaction, found = feeder(max_staleness=1, just_in_time=True)
+    found.published(0)
+    for now in range(6):
+        found.begin_step(now)
+        interaction.finish_all(now)
+        found.groups(2)
+        time.sleep(0.02)  # it trains
+        found.account()
+        found.published(now + 1)
+    assert found.metrics()["rollout/lead"] == 3, "of four, two were left over; one is the reserve"
+    found.begin_step(6)
+    late = threading.Timer(0.3, interaction.finish_all, [6])
+    late.start()
+    while len(found.admission.taken) < 2:
+        found.groups(2)
+    late.join()
+    assert found.metrics()["rollout/lead"] == 4
 
 
 def test_without_decoupled_training_nothing_starts_outside_a_step():

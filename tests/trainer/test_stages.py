@@ -60,10 +60,11 @@ def test_all_stages_at_lag_0_learn_what_the_synchronous_run_learns(synchronous, 
     assert all(row["staleness/max"] == 0 for row in run.metrics)
 
 
+@pytest.mark.long  # of whole runs with such env workers one is in every test run: rollout/test_hosting.py
 @pytest.mark.parametrize(
     "stages",
     [
-        pytest.param([], marks=pytest.mark.long, id="one clock"),
+        pytest.param([], id="one clock"),
         pytest.param([*ON, "vla3.stages.training.max_staleness=0"], id="three"),
     ],
 )

@@ -111,10 +111,8 @@ class Trainer:
         since = self.clock.now
         while True:
             chosen, stale = self.admission.take(limit, samples)
-            if chosen:
-                self.admission.took(self.clock.now - since)
-            if chosen or stale:
-                self._admit()
+            self.admission.waits(self.clock.now - since, took=bool(chosen))
+            self._admit()
             if chosen:
                 self._open = len(self.admission.taken) < self.admission.groups_per_step
                 self.waited += self.clock.now - since
@@ -139,6 +137,7 @@ class Trainer:
                 samples = yield from self._stream(groups)
             else:
                 samples = yield from self._collect_and_update(groups)
+            self.admission.trained(self.clock.now)
             yield from self._publish(version + 1)
             yield self.work.host.step_ms / 1e3
             self.steps.append((self.clock.now, samples, [version - g.version for g in groups]))

@@ -171,14 +171,18 @@ class Admission:
                 chosen.append(group)
         return chosen, stale
 
-    def took(self, waited_s: float) -> None:
-        """The learner has groups that ``take`` chose; it waited ``waited_s`` for them."""
+    def waits(self, seconds: float, took: bool) -> None:
+        """How long the learner has waited for what ``take`` should choose, and whether it has it now."""
         if self.lead is not None:
-            self.lead.took(len(self.ready), waited_s)
+            self.lead.waits(seconds)
+            if took:
+                self.lead.took(len(self.ready))
 
-    def trained(self) -> None:
-        """The step's groups are behind: nothing gives them back any more."""
+    def trained(self, at: float = 0.0) -> None:
+        """The step's groups are behind: nothing gives them back any more. ``at``: as in ``begin_step``."""
         self._in_step = []
+        if self.lead is not None:
+            self.lead.step_ends(at)
 
     def give_back(self) -> None:
         """The step's groups will not be trained on now: they are ready, as they were. Nothing after ``trained``."""

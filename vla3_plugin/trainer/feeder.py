@@ -100,10 +100,8 @@ class Feeder:
                 chosen, stale = self.admission.take(limit, samples)
                 if stale:
                     self.drop(stale)
-                if chosen:
-                    self.admission.took(time.monotonic() - asked)
-                if chosen or stale:
-                    self._admit()
+                self.admission.waits(time.monotonic() - asked, took=bool(chosen))
+                self._admit()
                 if chosen:
                     self._open = len(self.admission.taken) < self.admission.groups_per_step
                     break
@@ -124,7 +122,7 @@ class Feeder:
     def account(self) -> tuple[list[int], list[int]]:
         """(groups of this step, which has been trained; groups dropped since the last call)."""
         with self._changed:
-            self.admission.trained()
+            self.admission.trained(time.monotonic())
             dropped, self.admission.dropped_groups = self.admission.dropped_groups, []
             return list(self.admission.taken), dropped
 

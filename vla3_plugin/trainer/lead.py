@@ -3,8 +3,12 @@
 The staleness bound says how old a sample may become, not how old it should be. Where rollout is faster than the
 learner, starting whatever the bound allows fills a queue: every sample waits in it until it is nearly as old as is
 allowed, for no gain in speed. So the number of groups that wait (being played, or finished and not yet taken) is set
-once a step from what that step found: fewer, if some were always left over when the learner took its next ones; more,
-if it waited. Where rollout is the slower one the learner always waits, and the bound alone holds.
+from what the learner finds: fewer, if finished ones are always left over when it takes its next; more, while it waits,
+be it for any group or for one that must be in the step: both would be there had they started earlier. Where rollout is
+the slower one the learner always waits, and the bound alone holds.
+
+What is given up is the reserve: a rollout that pauses, or whose episodes differ much in length, is felt sooner. So a
+part of it is kept, and a lead that was too small is not tried again soon.
 """
 
 from __future__ import annotations
@@ -12,33 +16,58 @@ from __future__ import annotations
 import math
 
 _TOLERATED = 0.01  # of a step: waiting that is no reason to start groups earlier
+_REMEMBERED = 20  # steps for which a lead that was too small is not gone below again
 
 
 class Lead:
-    """``groups`` may wait at the learner, of the at most ``most`` that the staleness bound allows."""
+    """``groups`` may wait at the learner, of the at most ``most`` that the staleness bound allows.
+
+    A change shows when the groups that it started, or did not, are due: after ``max_staleness`` steps at the latest. So
+    a lead is judged by all steps of such a window, and shrinks after it by what was left over throughout.
+    """
 
     def __init__(self, groups_per_step: int, max_staleness: int) -> None:
         self.groups_per_step = groups_per_step
         self.most = self.groups = (max_staleness + 1) * groups_per_step
-        self.margin = math.ceil(groups_per_step / 4)  # left over at the worst moment: episodes differ in length
-        self._since = 0.0
-        self._left: int | None = None  # None: the step took nothing so far
-        self._waited_s = 0.0
+        self.window = max_staleness + 1
+        self.margin = math.ceil(groups_per_step / 4)  # left over at the worst moment
+        self._floor = 1
+        self._step_s = 0.0  # the last step's, from its beginning to the learner's end; 0: there was none
+        self._began = 0.0
+        self._since_short = 0
+        self._watch()
 
-    def took(self, left: int, waited_s: float) -> None:
-        """The learner has its next groups; ``left`` finished ones remain."""
-        self._left = left if self._left is None else min(self._left, left)
-        self._waited_s += waited_s
+    def _watch(self) -> None:
+        self._left, self._steps, self._waited, self._before = self.most, 0, False, self.groups
 
     def step_begins(self, at: float) -> None:
         """``at``: seconds on any clock."""
-        if self._left is not None:
-            self._adjust(self._left, self._waited_s / max(at - self._since, 1e-9))
-        self._since, self._left, self._waited_s = at, None, 0.0
+        self._began = at
 
-    def _adjust(self, left: int, waited: float) -> None:
-        if waited > _TOLERATED:
-            self.groups += math.ceil(min(1.0, waited) * self.groups_per_step)
-        elif left > self.margin:
-            self.groups -= math.ceil((left - self.margin) / 2)  # half of it: what one step finds is one draw
-        self.groups = max(1, min(self.groups, self.most))
+    def waits(self, seconds: float) -> None:
+        """The learner has waited so long for its next groups; called again while it goes on."""
+        if seconds <= _TOLERATED * self._step_s:
+            return
+        self._waited = True
+        if self._before < self.most:
+            short = math.ceil(seconds / self._step_s * self.groups_per_step) if self._step_s > 0 else self.most
+            self.groups = self._floor = min(self.most, max(self.groups, self._before + short))
+            self._since_short = 0
+
+    def took(self, left: int) -> None:
+        """The learner has its next groups; ``left`` finished ones remain."""
+        self._left = min(self._left, left)
+        self._before = self.groups
+
+    def step_ends(self, at: float) -> None:
+        """The learner has trained on the step's groups."""
+        self._step_s = max(0.0, at - self._began)
+        self._steps += 1
+        self._since_short += 1
+        if self._since_short > _REMEMBERED:
+            self._floor = 1
+        if self._steps < self.window:
+            return
+        if not self._waited and self._left > self.margin:
+            self.groups = max(self._floor, self.groups - (self._left - self.margin))
+        self._watch()
