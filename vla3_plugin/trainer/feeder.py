@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vla3_plugin.rollout.episodes import Assignment
 from vla3_plugin.rollout.manager import InteractionManager
@@ -20,6 +20,9 @@ from vla3_plugin.telemetry import clock
 from vla3_plugin.telemetry.timeline import Timeline
 from vla3_plugin.trainer import checkpoint_groups
 from vla3_plugin.trainer.admission import Admission, Group
+
+if TYPE_CHECKING:
+    from vla3_plugin.trainer.trainer import VLA3Trainer
 
 
 class Feeder:
@@ -142,3 +145,31 @@ class Feeder:
     def state(self) -> dict[str, Any]:
         with self._changed:
             return checkpoint_groups.state_of(self.admission)
+
+
+def build_feeder(trainer: VLA3Trainer, init_states: list[int]) -> Feeder:
+    """The feeder of a run that begins, or goes on after a checkpoint, with the episodes of ``init_states``."""
+    stage, size, resumed = trainer.vla3.stages.training, trainer.vla3.algorithm.group_size, trainer.admission_state
+    admission = Admission(
+        group_size=size,
+        groups_per_step=trainer.groups_per_step,
+        max_staleness=trainer.max_staleness,
+        just_in_time=stage.just_in_time,
+        total=(trainer.total_training_steps - trainer.global_steps) * trainer.groups_per_step,
+        next_group=resumed.get("next_group", 0),
+        replay=resumed.get("replay"),
+    )
+    checkpoint_groups.restore(admission, resumed)
+    feeder = Feeder(
+        trainer.interaction,
+        EpisodePlan(trainer.vla3.seed, trainer.tasks, init_states, size),
+        admission,
+        stage.enabled,
+        trainer.timeline,
+        trainer.drop,
+        trainer.vla3.deadline_s,
+        lambda: trainer.stop() and not trainer.publisher.moved,
+    )
+    admission.begin_step(trainer.global_steps)
+    feeder.published(trainer.global_steps)
+    return feeder

@@ -32,15 +32,15 @@ from vla3_plugin.placement.fit import check_cluster
 from vla3_plugin.placement.resolve import placement_of
 from vla3_plugin.pulse import Pulse
 from vla3_plugin.rollout import store
-from vla3_plugin.rollout.plan import EpisodePlan, split_init_states
+from vla3_plugin.rollout.plan import split_init_states
 from vla3_plugin.rollout.stopping import Stopped, StopRequest
 from vla3_plugin.telemetry.faults import FaultLog
 from vla3_plugin.telemetry.ledger import Ledger
 from vla3_plugin.telemetry.metrics import ENV_STEPS
 from vla3_plugin.telemetry.timeline import Timeline
 from vla3_plugin.telemetry.utilisation import staleness_metrics
-from vla3_plugin.trainer import checkpoint_groups, checkpoint_state, streaming
-from vla3_plugin.trainer.admission import Admission, Group
+from vla3_plugin.trainer import checkpoint_state, streaming
+from vla3_plugin.trainer.admission import Group
 from vla3_plugin.trainer.batch import (
     AdvantageScale,
     Batch,
@@ -50,7 +50,7 @@ from vla3_plugin.trainer.batch import (
     write_padding_rows,
 )
 from vla3_plugin.trainer.evaluate import Evaluator
-from vla3_plugin.trainer.feeder import Feeder
+from vla3_plugin.trainer.feeder import Feeder, build_feeder
 from vla3_plugin.trainer.parity import check_parity
 from vla3_plugin.trainer.publisher import Publisher
 from vla3_plugin.trainer.record import RunRecord
@@ -158,7 +158,7 @@ class VLA3Trainer(PPOTrainer):
         spec = agent_loop_manager.env_spec
         self.tasks = self.vla3.env.tasks if self.vla3.env.tasks is not None else list(range(spec.num_tasks))
         train_states, self.eval_states = split_init_states(spec, self.vla3.env.held_out_init_states)
-        self.feeder = self._build_feeder(train_states)
+        self.feeder = build_feeder(self, train_states)
         self.swimlanes = Swimlanes(self)
         resolved: Any = OmegaConf.to_container(self.config, resolve=True)
         self.record.start(resolved)
@@ -180,27 +180,6 @@ class VLA3Trainer(PPOTrainer):
             agent_loop_manager.close()
             print(self.record.finish(completed), flush=True)
             self.pulse.close()
-
-    def _build_feeder(self, train_states: list[int]) -> Feeder:
-        stage, size = self.vla3.stages.training, self.vla3.algorithm.group_size
-        admission = Admission(
-            group_size=size,
-            groups_per_step=self.groups_per_step,
-            max_staleness=self._max_staleness,
-            just_in_time=stage.just_in_time,
-            total=(self.total_training_steps - self.global_steps) * self.groups_per_step,
-            next_group=self.admission_state.get("next_group", 0),
-            replay=self.admission_state.get("replay"),
-        )
-        checkpoint_groups.restore(admission, self.admission_state)
-        plan = EpisodePlan(self.vla3.seed, self.tasks, train_states, size)
-        feeder = Feeder(
-            self.interaction, plan, admission, stage.enabled, self.timeline, self._drop, self.vla3.deadline_s,
-            lambda: self.stop() and not self.publisher.moved,
-        )  # fmt: skip
-        admission.begin_step(self.global_steps)
-        feeder.published(self.global_steps)
-        return feeder
 
     def _supervisor(self) -> Supervisor:
         stage: Any = OmegaConf.to_container(self.config.vla3.stages.interaction, resolve=True)
@@ -225,7 +204,7 @@ class VLA3Trainer(PPOTrainer):
         if self.feeder is not None:
             self.feeder.fail(error)
 
-    def _drop(self, groups: list[Group]) -> None:
+    def drop(self, groups: list[Group]) -> None:
         store.clear([key for group in groups for t in group.trajectories for key in t["keys"]])
 
     def _stop(self) -> None:
@@ -285,7 +264,7 @@ class VLA3Trainer(PPOTrainer):
         self.scale.end_of_batch()
         self.env_steps += batch.control_steps
         metrics.update(batch.metrics(timing_raw.get("collect", time.perf_counter() - start)))
-        metrics.update(staleness_metrics([self.version - v for v in batch.versions], self._max_staleness))
+        metrics.update(staleness_metrics([self.version - v for v in batch.versions], self.max_staleness))
         metrics.update(self.feeder.metrics())
         metrics.update(self.faults.metrics())
         self.ledger.write(self.global_steps, *self.feeder.account())
@@ -296,7 +275,7 @@ class VLA3Trainer(PPOTrainer):
     # ---- the stages ----
 
     @property
-    def _max_staleness(self) -> int:
+    def max_staleness(self) -> int:
         return self.vla3.stages.training.max_staleness if self.vla3.stages.training.enabled else 0
 
     @property
