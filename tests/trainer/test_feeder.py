@@ -2,11 +2,13 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from vla3_plugin.rollout.plan import EpisodePlan
 from vla3_plugin.telemetry.timeline import Timeline
+from vla3_plugin.trainer import feeder as feeder_module
 from vla3_plugin.trainer.admission import Admission
 from vla3_plugin.trainer.feeder import Feeder
 
@@ -55,23 +57,28 @@ def test_groups_start_ahead_of_the_step_as_far_as_the_bound_allows():
     assert interaction.submitted == list(range(12))
 
 
-def test_a_learner_that_finds_groups_left_over_has_fewer_started_and_one_that_waits_more_at_once():
+def test_a_learner_that_finds_groups_left_over_has_fewer_started_and_one_that_waits_more_at_once(monkeypatch):
+    at = [0.0]
+    monkeypatch.setattr(feeder_module, "time", SimpleNamespace(monotonic=lambda: at[0]))
     interaction, found = feeder(max_staleness=1, just_in_time=True)
     found.published(0)
-    for now in range(6):
+    for now in range(4):
         found.begin_step(now)
         interaction.finish_all(now)
         found.groups(2)
-        time.sleep(0.02)  # it trains
+        at[0] += 10.0
         found.account()
         found.published(now + 1)
     assert found.metrics()["rollout/lead"] == 3, "of four, two were left over; one is the reserve"
-    found.begin_step(6)
-    late = threading.Timer(0.3, interaction.finish_all, [6])
-    late.start()
+    found.begin_step(4)
+
+    def late():
+        at[0] += 4.0
+        interaction.finish_all(4)
+
+    threading.Timer(0.3, late).start()
     while len(found.admission.taken) < 2:
         found.groups(2)
-    late.join()
     assert found.metrics()["rollout/lead"] == 4
 
 

@@ -104,6 +104,69 @@ def test_a_rollout_that_pauses_has_its_lead_back_within_the_step():
     assert just.leads[-1] < just.leads[40], "but later"
 
 
+def steps(lead, *finds, step_s=8.0, at=0.0):
+    """Steps of ``step_s`` seconds, each with what the learner found in it: (seconds waited, finished groups left)."""
+    for step in finds:
+        lead.step_begins(at)
+        for waited, left in step:
+            lead.waits(waited)
+            lead.took(left)
+        at += step_s
+        lead.step_ends(at)
+    return lead.groups
+
+
+QUIET = [(0.0, 10), (0.0, 4), (0.0, 9)]  # at the worst moment of it four are left over; two are the reserve
+
+
+def test_it_shrinks_by_what_was_left_over_at_the_worst_moment_of_a_window_of_steps():
+    lead = Lead(PER_STEP, 2)
+    assert steps(lead, QUIET, QUIET) == 24, "a window is three steps"
+    assert steps(lead, QUIET) == 22
+    assert steps(lead, QUIET, [(0.0, 9)], [(0.0, 7)]) == 20
+    assert steps(lead, *[[(0.0, 2)]] * 3) == 20, "that is the reserve"
+
+
+@pytest.mark.parametrize(
+    ("waits", "expected"),
+    [([0.07], 20), ([0.04, 0.03], 20), ([0.09], 21), ([0.05, 0.04], 21), ([2.0], 22), ([1.0, 1.0], 22), ([8.0], 24)],
+)
+def test_it_grows_by_what_the_learner_would_have_taken_while_it_waited_in_all_of_the_step(waits, expected):
+    """A hundredth of a step is tolerated, however many waits it is made of."""
+    lead = Lead(PER_STEP, 2)
+    lead.groups = 20
+    steps(lead, [(0.0, 2)])
+    assert steps(lead, [(waited, 2) for waited in waits]) == expected
+
+
+def test_it_grows_while_the_learner_waits_and_not_only_afterwards():
+    lead = Lead(PER_STEP, 2)
+    lead.groups = 10
+    steps(lead, [(0.0, 2)])
+    lead.step_begins(8.0)
+    seen = []
+    for seconds in (0.05, 1.0, 2.0, 3.0):
+        lead.waits(seconds)
+        seen.append(lead.groups)
+    assert seen == [10, 11, 12, 13]
+
+
+def test_a_window_with_a_wait_does_not_shrink_it_though_groups_are_left_over():
+    """One that must be in the step is late: fewer started early would make the next such one later still."""
+    lead = Lead(PER_STEP, 2)
+    assert steps(lead, QUIET, [(4.0, 10)], QUIET) == 24
+    assert steps(lead, QUIET, QUIET, QUIET) == 22, "at all that is allowed a wait is no fault of the lead's"
+
+
+def test_a_lead_that_was_too_small_is_not_gone_below_for_twenty_steps():
+    lead = Lead(PER_STEP, 2)
+    lead.groups = 12
+    assert steps(lead, QUIET, [(2.0, 0)], QUIET) == 14
+    left = [[(0.0, 12)]]
+    assert steps(lead, *left * 18) == 14
+    assert steps(lead, *left * 3) < 14
+
+
 @given(
     st.integers(1, 40),
     st.integers(1, 4),

@@ -101,9 +101,9 @@ class Feeder:
                 if self.stop():
                     raise Stopped
                 chosen, stale = self.admission.take(limit, samples)
+                self.admission.waits(time.monotonic() - asked, took=bool(chosen))
                 if stale:
                     self.drop(stale)
-                self.admission.waits(time.monotonic() - asked, took=bool(chosen))
                 self._admit()
                 if chosen:
                     self._open = len(self.admission.taken) < self.admission.groups_per_step

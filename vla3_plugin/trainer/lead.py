@@ -4,8 +4,8 @@ The staleness bound says how old a sample may become, not how old it should be. 
 learner, starting whatever the bound allows fills a queue: every sample waits in it until it is nearly as old as is
 allowed, for no gain in speed. So the number of groups that wait (being played, or finished and not yet taken) is set
 from what the learner finds: fewer, if finished ones are always left over when it takes its next; more, while it waits,
-be it for any group or for one that must be in the step: both would be there had they started earlier. Where rollout is
-the slower one the learner always waits, and the bound alone holds.
+be it for any group or for one that must be in the step. Where rollout is the slower one the learner always waits, and
+the bound alone holds.
 
 What is given up is the reserve: a rollout that pauses, or whose episodes differ much in length, is felt sooner. So a
 part of it is kept, and a lead that was too small is not tried again soon.
@@ -32,32 +32,35 @@ class Lead:
         self.window = max_staleness + 1
         self.margin = math.ceil(groups_per_step / 4)  # left over at the worst moment
         self._floor = 1
-        self._step_s = 0.0  # the last step's, from its beginning to the learner's end; 0: there was none
-        self._began = 0.0
         self._since_short = 0
+        self._step_s = 0.0  # the last step's, from its beginning to the learner's end; 0: there was none
+        self.step_begins(0.0)
         self._watch()
 
     def _watch(self) -> None:
-        self._left, self._steps, self._waited, self._before = self.most, 0, False, self.groups
+        self._left, self._steps, self._waited = self.most, 0, False
 
     def step_begins(self, at: float) -> None:
         """``at``: seconds on any clock."""
-        self._began = at
+        self._began, self._before = at, self.groups
+        self._wait_s = self._waited_s = 0.0  # this wait so far; the step's former ones
 
     def waits(self, seconds: float) -> None:
         """The learner has waited so long for its next groups; called again while it goes on."""
-        if seconds <= _TOLERATED * self._step_s:
+        self._wait_s = seconds
+        waited = self._waited_s + seconds
+        if waited <= _TOLERATED * self._step_s:
             return
         self._waited = True
         if self._before < self.most:
-            short = math.ceil(seconds / self._step_s * self.groups_per_step) if self._step_s > 0 else self.most
-            self.groups = self._floor = min(self.most, max(self.groups, self._before + short))
+            short = math.ceil(waited / self._step_s * self.groups_per_step) if self._step_s > 0 else self.most
+            self.groups = self._floor = min(self.most, self._before + short)
             self._since_short = 0
 
     def took(self, left: int) -> None:
         """The learner has its next groups; ``left`` finished ones remain."""
         self._left = min(self._left, left)
-        self._before = self.groups
+        self._waited_s, self._wait_s = self._waited_s + self._wait_s, 0.0
 
     def step_ends(self, at: float) -> None:
         """The learner has trained on the step's groups."""
