@@ -6,7 +6,8 @@
 Every mode is a run of the ordinary entry with the stages switched; its figures are read from the run's own metrics.
 Fresh samples (env chunk steps that were trained on for the first time) per second of wall clock, after the first steps
 (warm-up) and before the last ones (in which simulators find nothing more to start): in a steady state that is also the
-rate of env chunk steps.
+rate of env chunk steps. On a real simulator, how busy the cores were is told too: what they idle is all that another
+schedule of the same work could gain.
 """
 
 from __future__ import annotations
@@ -17,8 +18,13 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import psutil
 
 from bound import bound, read
 
@@ -71,6 +77,33 @@ def collocated(args: argparse.Namespace) -> list[str]:
     ]
 
 
+class Cores:
+    """How busy this machine's cores were, whoever used them: on a real simulator no schedule can use more than all."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, float]] = []  # when, core seconds of work by then
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        while True:
+            times = psutil.cpu_times()
+            self.seen.append((time.time(), sum(times) - times.idle - getattr(times, "iowait", 0.0)))
+            if self._over.wait(0.5):
+                return
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def busy(self, start: float, end: float) -> float:
+        """Share of all cores' time between two moments, in seconds since the epoch."""
+        when, work = zip(*self.seen, strict=True)
+        done = np.interp([start, end], when, work)
+        return float((done[1] - done[0]) / (end - start) / (os.cpu_count() or 1))
+
+
 def run(mode: str, args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     command = [
         sys.executable, "-m", "verl.trainer.main", *recipe(args), f"vla3.run_dir={directory}",
@@ -78,13 +111,17 @@ def run(mode: str, args: argparse.Namespace, directory: Path) -> dict[str, Any]:
         "trainer.test_freq=-1", "trainer.save_freq=-1", *overrides(mode, args),
     ]  # fmt: skip
     directory.mkdir(parents=True)
+    cores = Cores()
     with (directory / "log").open("w") as log:
         status = subprocess.run(command, cwd=directory, stdout=log, stderr=log, check=False).returncode
+    cores.close()
     if status != 0:
         tail = (directory / "log").read_text().strip().splitlines()[-5:]
         return {"mode": mode, "status": status, "error": "\n".join(tail)[-1500:]}
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return {"mode": mode, "status": 0} | figures(rows, args.warmup, args.cooldown)
+    start, end = rows[args.warmup - 1]["time"], rows[-args.cooldown - 1]["time"]
+    busy = {"cores_busy": cores.busy(start, end)}
+    return {"mode": mode, "status": 0} | figures(rows, args.warmup, args.cooldown) | busy
 
 
 def figures(rows: list[dict[str, Any]], warmup: int, cooldown: int) -> dict[str, Any]:
@@ -150,6 +187,8 @@ def line(result: dict[str, Any], results: list[dict[str, Any]], limits: dict[str
     text = f"{result['mode']:24} {rate:7.2f} samples/s {rate / first:5.2f} x the first, step {result['step_s']:6.2f} s"
     if limits:
         text += f", {rate / limits['bound']:.2f} of the bound"
+    else:
+        text += f", cores {result['cores_busy']:.0%} busy"
     return text + f", staleness at most {result['staleness_max']:.0f}"
 
 

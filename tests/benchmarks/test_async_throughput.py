@@ -49,3 +49,14 @@ def test_a_rate_is_of_the_steps_between_warm_up_and_the_end_of_supply():
     rows = [{"time": float(t), "rollout/chunk_steps": 8.0} for t in times]
     found = async_throughput.figures(rows, warmup=2, cooldown=2)
     assert (found["samples_per_s"], found["step_s"], found["steps"]) == (4.0, 2.0, 2)
+
+
+def test_how_busy_the_cores_were_is_told_for_the_measured_steps_alone(monkeypatch):
+    cores = async_throughput.Cores()
+    cores.close()
+    assert 0 <= cores.seen[0][1]
+    monkeypatch.setattr(async_throughput.os, "cpu_count", lambda: 2)
+    cores.seen = [(10.0, 100.0), (20.0, 120.0), (30.0, 125.0)]
+    assert cores.busy(10.0, 20.0) == 1.0
+    assert cores.busy(20.0, 30.0) == 0.25
+    assert cores.busy(15.0, 25.0) == 0.625
