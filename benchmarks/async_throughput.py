@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 import psutil
-
 from bound import bound, read
 
 ON = {
