@@ -79,9 +79,9 @@ def test_episodes_that_last_several_steps_do_not_make_it_swing(length, slots, bo
 
 def test_where_rollout_binds_the_bound_alone_holds():
     just = Played(True, lambda _: 16.0, 4)
-    assert just.lead.groups == just.lead.most
+    assert just.leads[2:] == [just.lead.most] * 78
     early = Played(False, lambda _: 16.0, 4)
-    assert (just.ages, just.took) == (early.ages, early.took)
+    assert (just.ages[3:], just.took[3:]) == (early.ages[3:], early.took[3:])
 
 
 @pytest.mark.parametrize("bound", [1, 2, 4])
@@ -121,10 +121,11 @@ QUIET = [(0.0, 10), (0.0, 4), (0.0, 9)]  # at the worst moment of it four are le
 
 def test_it_shrinks_by_what_was_left_over_at_the_worst_moment_of_a_window_of_steps():
     lead = Lead(PER_STEP, 2)
-    assert steps(lead, QUIET, QUIET) == 24, "a window is three steps"
-    assert steps(lead, QUIET) == 22
-    assert steps(lead, QUIET, [(0.0, 9)], [(0.0, 7)]) == 20
-    assert steps(lead, *[[(0.0, 2)]] * 3) == 20, "that is the reserve"
+    assert lead.groups == 16, "this step's and the next one's"
+    assert steps(lead, QUIET, QUIET) == 16, "a window is three steps"
+    assert steps(lead, QUIET) == 14
+    assert steps(lead, QUIET, [(0.0, 9)], [(0.0, 7)]) == 12
+    assert steps(lead, *[[(0.0, 2)]] * 3) == 12, "that is the reserve"
 
 
 @pytest.mark.parametrize(
@@ -137,6 +138,13 @@ def test_it_grows_by_what_the_learner_would_have_taken_while_it_waited_in_all_of
     lead.groups = 20
     steps(lead, [(0.0, 2)])
     assert steps(lead, [(waited, 2) for waited in waits]) == expected
+
+
+def test_the_first_steps_wait_says_nothing():
+    lead = Lead(PER_STEP, 2)
+    assert steps(lead, [(50.0, 2)]) == 16
+    assert steps(lead, [(0.0, 6)], [(0.0, 6)]) == 16
+    assert steps(lead, *[[(0.0, 6)]] * 3) == 12
 
 
 def test_it_grows_while_the_learner_waits_and_not_only_afterwards():
@@ -154,6 +162,7 @@ def test_it_grows_while_the_learner_waits_and_not_only_afterwards():
 def test_a_window_with_a_wait_does_not_shrink_it_though_groups_are_left_over():
     """One that must be in the step is late: fewer started early would make the next such one later still."""
     lead = Lead(PER_STEP, 2)
+    lead.groups = lead.most
     assert steps(lead, QUIET, [(4.0, 10)], QUIET) == 24
     assert steps(lead, QUIET, QUIET, QUIET) == 22, "at all that is allowed a wait is no fault of the lead's"
 

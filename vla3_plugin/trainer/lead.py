@@ -28,7 +28,8 @@ class Lead:
 
     def __init__(self, groups_per_step: int, max_staleness: int) -> None:
         self.groups_per_step = groups_per_step
-        self.most = self.groups = (max_staleness + 1) * groups_per_step
+        self.most = (max_staleness + 1) * groups_per_step
+        self.groups = min(2 * groups_per_step, self.most)  # to begin with: this step's and the next one's
         self.window = max_staleness + 1
         self.margin = math.ceil(groups_per_step / 4)  # left over at the worst moment
         self._floor = 1
@@ -49,11 +50,11 @@ class Lead:
         """The learner has waited so long for its next groups; called again while it goes on."""
         self._wait_s = seconds
         waited = self._waited_s + seconds
-        if waited <= _TOLERATED * self._step_s:
-            return
+        if self._step_s <= 0 or waited <= _TOLERATED * self._step_s:
+            return  # in the first step nothing could have been there
         self._waited = True
         if self._before < self.most:
-            short = math.ceil(waited / self._step_s * self.groups_per_step) if self._step_s > 0 else self.most
+            short = math.ceil(waited / self._step_s * self.groups_per_step)
             self.groups = self._floor = min(self.most, self._before + short)
             self._since_short = 0
 
