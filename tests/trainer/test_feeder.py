@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from vla3_plugin.config import TrainingStage
 from vla3_plugin.rollout.plan import EpisodePlan
 from vla3_plugin.telemetry.timeline import Timeline
 from vla3_plugin.trainer import feeder as feeder_module
 from vla3_plugin.trainer.admission import Admission
-from vla3_plugin.trainer.feeder import Feeder
+from vla3_plugin.trainer.feeder import Feeder, build_feeder
 
 
 class Interaction:
@@ -80,6 +81,28 @@ def test_a_learner_that_finds_groups_left_over_has_fewer_started_and_one_that_wa
     while len(found.admission.taken) < 2:
         found.groups(2)
     assert found.metrics()["rollout/lead"] == 4
+
+
+@pytest.mark.parametrize(
+    ("enabled", "bound", "just_in_time", "lead"),
+    [(True, 2, True, 4), (True, 2, False, None), (True, 0, True, None), (False, 2, True, None)],
+)
+def test_a_run_starts_its_groups_as_its_config_says(enabled, bound, just_in_time, lead):
+    """Just in time: those of two steps at first; otherwise all that the bound allows."""
+    interaction = Interaction()
+    stage = TrainingStage(enabled=enabled, max_staleness=bound, just_in_time=just_in_time)
+    bound = bound if enabled else 0
+    trainer = SimpleNamespace(
+        vla3=SimpleNamespace(
+            stages=SimpleNamespace(training=stage), algorithm=SimpleNamespace(group_size=2), seed=0, deadline_s=30.0
+        ),
+        admission_state={}, groups_per_step=2, max_staleness=bound, total_training_steps=9, global_steps=0,
+        interaction=interaction, tasks=[0], timeline=Timeline("driver"), drop=lambda groups: None,
+    )  # fmt: skip
+    found = build_feeder(trainer, [])
+    found.begin_step(0)
+    assert found.metrics().get("rollout/lead") == lead
+    assert len(interaction.submitted) == 2 * (lead or (bound + 1) * 2)
 
 
 def test_without_decoupled_training_nothing_starts_outside_a_step():
