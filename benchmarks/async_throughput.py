@@ -45,6 +45,7 @@ MODES: dict[str, list[str]] = {
     "all+step_join": [*ON.values(), STEP_JOIN],
     "all+hosted": [*ON.values(), HOSTED],
 }
+WORK = ("user", "nice", "system", "irq", "softirq", "steal")  # of psutil.cpu_times
 # the same mathematics in every mode, so that only the schedule differs
 COMMON = ["vla3.algorithm.advantage_statistics=previous", "vla3.algorithm.mini_batches=episodes"]
 
@@ -87,8 +88,8 @@ class Cores:
 
     def _look(self) -> None:
         while True:
-            times = psutil.cpu_times()
-            self.seen.append((time.time(), sum(times) - times.idle - getattr(times, "iowait", 0.0)))
+            times = psutil.cpu_times()  # those of guests are part of user and nice
+            self.seen.append((time.time(), sum(getattr(times, name, 0.0) for name in WORK)))
             if self._over.wait(0.5):
                 return
 
