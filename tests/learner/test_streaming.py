@@ -214,6 +214,23 @@ def test_in_a_later_mini_batch_old_samples_are_clipped_too_although_it_is_their_
         torch.testing.assert_close(proximal[fresh], behaviour[fresh])
 
 
+def test_an_old_samples_values_are_held_near_the_learners_not_near_its_own_versions():
+    """A critic that had moved on by more than the clip got no gradient, or was pulled back to where it had been."""
+    from verl.utils import tensordict_utils as tu
+
+    objective, values = Objective(AlgorithmConfig(), TrainingStage(enabled=True)), torch.full((6, 1), 9.0).double()
+    batch = old_samples()
+    tu.assign_non_tensor(batch, learner_version=5, first_pass=True)
+    old = batch[fields.VERSION] < 5
+    found = objective._old_values(batch, values)
+    assert torch.equal(found, torch.where(old, values, batch[fields.VALUE])) and old.any() and not old.all()
+    for stage in (TrainingStage(), TrainingStage(enabled=True, correction="none")):
+        assert Objective(AlgorithmConfig(), stage)._old_values(batch, values) is batch[fields.VALUE]
+    later = batch.clone()
+    tu.assign_non_tensor(later, first_pass=False)  # what the first pass said is in the store by then
+    assert objective._old_values(later, values) is later[fields.VALUE]
+
+
 def test_a_later_pass_without_proximal_log_probs_is_refused_not_guessed():
     from verl.utils import tensordict_utils as tu
 

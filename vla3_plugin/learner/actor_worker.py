@@ -88,8 +88,8 @@ class ActorWorker(DetachActorWorker):
     async def train_micro_batch(self, data: TensorDict) -> TensorDict:
         """One streamed micro-batch. Extra information: its ``turn`` on the gradient lane; whether it is the ``first``
         and the ``last`` of its mini-batch; ``end_of_update``: the learning rate's schedule moves on after it;
-        ``keep_logprobs``: store the log-probs it was computed with, for later epochs. Every rank gets a call for every
-        micro-batch, so none waits for another in a reduction. Samples are fetched while earlier ones compute.
+        ``keep``: store the log-probs and values it was computed with, for later epochs. Every rank gets a call for
+        every micro-batch, so none waits for another in a reduction. Samples are fetched while earlier ones compute.
         """
         traffic.count("store_to_learner", _tensors(data))
         turn, first, last = (tu.pop(data, key=key) for key in ("turn", "first", "last"))
@@ -108,7 +108,7 @@ class ActorWorker(DetachActorWorker):
                 self._turn.notify_all()
 
     def _micro_batch(self, data: TensorDict, first: bool, last: bool) -> TensorDict:
-        end_of_update, keep = tu.pop(data, key="end_of_update"), tu.pop(data, key="keep_logprobs")
+        end_of_update, keep = tu.pop(data, key="end_of_update"), tu.pop(data, key="keep")
         engine: Any = self.actor.engine
         weight = float(data[fields.POLICY_MASK].sum())
         if self._idle_since and not first:
@@ -121,7 +121,11 @@ class ActorWorker(DetachActorWorker):
         self._idle_since = 0.0 if last else clock.now()
         kept = {}
         if keep:
-            kept[fields.PROXIMAL] = kept_logprobs(data, output["model_output"][fields.LEARNER_LOGPROB].cpu())
+            found = {
+                name: output["model_output"][name].cpu() for name in (fields.LEARNER_LOGPROB, fields.LEARNER_VALUE)
+            }
+            kept[fields.PROXIMAL] = kept_logprobs(data, found[fields.LEARNER_LOGPROB])
+            kept[fields.LEARNER_VALUE] = found[fields.LEARNER_VALUE]
         return tu.get_tensordict(tensor_dict=kept, non_tensor_dict={"metrics": metrics})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))

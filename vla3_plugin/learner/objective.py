@@ -60,11 +60,12 @@ class Objective:
         loss = policy.total / data["policy_count"]
         metrics = policy.metrics() | {"policy_loss": policy.mean().item()}
         if a.loss_type == "actor_critic":
+            values = _wide(model_output["value"])
             value = losses.value_loss(
-                values=_wide(model_output["value"]),
+                values=values,
                 returns=data[fields.RETURNS],
                 mask=data[fields.VALUE_MASK] > 0,
-                old_values=data[fields.VALUE],
+                old_values=self._old_values(data, values.detach()),
                 value_clip=a.value_clip,
                 huber_delta=a.huber_delta,
             )
@@ -119,6 +120,17 @@ class Objective:
             )
         behave = losses.truncated_weights(proximal, behaviour, weights > 0, threshold)
         return losses.policy_loss(**shared, old_logprob=proximal, weights=weights * behave)
+
+    def _old_values(self, data: TensorDict, values: Tensor) -> Tensor:
+        """What values are held near: the critic's before this step's updates, like ``_proximal``.
+
+        A streamed sample of an older version, seen for the first time, has its own version's; the learner's are these.
+        """
+        old, t = data[fields.VALUE], self.training
+        if not t.enabled or t.correction == "none" or not tu.get_non_tensor_data(data, "first_pass", False):
+            return old
+        stale = (data[fields.VERSION] < int(data["learner_version"])).view(-1, *[1] * (old.dim() - 1))
+        return torch.where(stale, values.to(old), old)
 
     def _proximal(self, data: TensorDict, logprob: Tensor, behaviour: Tensor) -> Tensor:
         """Log-probs of the policy around which the ratio is clipped: the learner's before this step's updates.

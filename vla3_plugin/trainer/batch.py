@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -153,6 +154,10 @@ class AdvantageScale:
 
     def __call__(self, advantage: Tensor, live: Tensor) -> Tensor:
         self._seen += adv.Moments.of(advantage, live)
+        return self.again(advantage, live)
+
+    def again(self, advantage: Tensor, live: Tensor) -> Tensor:
+        """The same for advantages that are computed a second time: they count once."""
         if not self.needs_whole_batch and self.previous is not None:
             return adv.normalise(advantage, live, *self.previous).clamp(-_MOST_DEVIATIONS, _MOST_DEVIATIONS)
         return adv.whiten(advantage, live) if int(live.sum()) > 1 else advantage
@@ -164,7 +169,7 @@ class AdvantageScale:
 
 
 def advantages(
-    data: dict[str, Tensor], a: AlgorithmConfig, max_steps: int, scale: AdvantageScale | None = None
+    data: dict[str, Tensor], a: AlgorithmConfig, max_steps: int, scale: Callable[..., Tensor] | None = None
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Advantages, returns and loss weights of flat samples [N, ...] of whole groups, with metrics.
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from vla3_plugin.learner import fields
 from vla3_plugin.learner.actor_worker import WEIGHT
 from vla3_plugin.rollout import store
 from vla3_plugin.rollout.stopping import Stopped
+from vla3_plugin.trainer import proximal
 from vla3_plugin.trainer.batch import Batch, combine, padding_rows, write_padding_rows
 from vla3_plugin.trainer.parity import check_parity
 
@@ -74,7 +74,7 @@ class MicroBatches:
             moved=self.moved,
             last=last,
             end_of_update=last and self.end_of_update,
-            keep_logprobs=keeps_logprobs(self.trainer),
+            keep=proximal.kept(self.trainer),
             learner_version=self.trainer.version,
             temperature=1.0,
         )
@@ -151,20 +151,6 @@ def train_in_order(trainer: VLA3Trainer, batch: Batch, metrics: dict[str, Any]) 
         _finish(stream, batch, found)
         start = limit
     metrics.update(_means(found))
-
-
-def keeps_logprobs(trainer: VLA3Trainer) -> bool:
-    """Whether later epochs need the log-probs that a sample had when it was first trained on."""
-    stage = trainer.vla3.stages.training
-    recomputed = stage.enabled and stage.correction != "none" and stage.proximal == "recompute"
-    return recomputed and trainer.vla3.algorithm.update_epoch > 1
-
-
-def complete_logprobs(trainer: VLA3Trainer, batch: Batch) -> None:
-    """Give the samples that weigh nothing the field too: a store hands out only fields that all asked-for rows have."""
-    missing = [*(set(batch.keys) - set(batch.trained_keys)), *batch.padding]
-    if missing and keeps_logprobs(trainer):
-        store.put_fields(missing, {fields.PROXIMAL: store.get_fields(missing, [fields.LOGPROB])[fields.LOGPROB]})
 
 
 def _finish(stream: MicroBatches, batch: Batch, found: Found) -> None:

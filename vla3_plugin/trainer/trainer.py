@@ -39,7 +39,7 @@ from vla3_plugin.telemetry.ledger import Ledger
 from vla3_plugin.telemetry.metrics import ENV_STEPS
 from vla3_plugin.telemetry.timeline import Timeline
 from vla3_plugin.telemetry.utilisation import staleness_metrics
-from vla3_plugin.trainer import checkpoint_state, streaming
+from vla3_plugin.trainer import checkpoint_state, proximal, streaming
 from vla3_plugin.trainer.admission import Group
 from vla3_plugin.trainer.batch import (
     AdvantageScale,
@@ -248,7 +248,7 @@ class VLA3Trainer(PPOTrainer):
             if self.vla3.algorithm.update_epoch > 1 and batch.trained_keys:
                 with marked_timer("update", timing_raw, color="red"):
                     write_padding_rows(self.actor_rollout_wg, batch.keys, batch.padding)
-                    streaming.complete_logprobs(self, batch)
+                    proximal.carry_over(self, batch)
                     self.update(batch, metrics, self.vla3.algorithm.update_epoch - 1)
         else:
             with marked_timer("collect", timing_raw, color="red"):
@@ -257,6 +257,8 @@ class VLA3Trainer(PPOTrainer):
             with marked_timer("parity", timing_raw, color="blue"):
                 check_parity(self, batch, metrics)
             with marked_timer("prepare", timing_raw, color="brown"):
+                if not self._in_order:
+                    proximal.evaluate(self, batch)
                 metrics.update(self.prepare(batch))
             if batch.trained_keys:
                 with marked_timer("update", timing_raw, color="red"), self.timeline.span("step", "update"):
@@ -300,20 +302,20 @@ class VLA3Trainer(PPOTrainer):
         with self.timeline.span("step", "advantages"):
             return self.compute_advantages(batch)
 
+    @property
+    def _in_order(self) -> bool:
+        """The first epoch as if it were streamed: mini-batch by mini-batch."""
+        return self.vla3.algorithm.mini_batches == "episodes" and self.vla3.algorithm.num_mini_batches > 1
+
     def train_whole_batch(self, batch: Batch, metrics: dict) -> None:
-        algorithm, stage = self.vla3.algorithm, self.vla3.stages.training
-        stale = min(batch.versions) < self.version
-        if algorithm.mini_batches == "episodes" and algorithm.num_mini_batches > 1:
+        epochs = self.vla3.algorithm.update_epoch
+        if self._in_order:
             streaming.train_in_order(self, batch, metrics)
-            if algorithm.update_epoch > 1:
-                streaming.complete_logprobs(self, batch)
-                self.update(batch, metrics, algorithm.update_epoch - 1)
-            return
-        if stage.enabled and stale and stage.correction != "none" and stage.proximal == "recompute":
-            self.learner_outputs(self.actor_rollout_wg, "compute_log_prob", batch.all_keys)
-            found = store.get_fields(batch.keys, [fields.LEARNER_LOGPROB])
-            put(batch, {fields.PROXIMAL: found[fields.LEARNER_LOGPROB]})
-        self.update(batch, metrics, algorithm.update_epoch)
+            epochs -= 1
+            if epochs:
+                proximal.carry_over(self, batch)
+        if epochs:
+            self.update(batch, metrics, epochs)
 
     def learner_outputs(self, worker_group: Any, method: str, keys: list[str], **extra: Any) -> None:
         if worker_group is self.actor_rollout_wg:
@@ -332,13 +334,14 @@ class VLA3Trainer(PPOTrainer):
         found = store.get_fields(batch.keys, [fields.LEARNER_LOGPROB])
         put(batch, {fields.REF_LOGPROB: found[fields.LEARNER_LOGPROB]})
 
-    def compute_advantages(self, batch: Batch) -> dict[str, float]:
+    def compute_advantages(self, batch: Batch, again: bool = False) -> dict[str, float]:
         """Advantages, returns and weights into the store; ``batch.trained_keys`` are the samples that weigh something.
 
-        None does when all groups are equal.
+        None does when all groups are equal. ``again``: of samples whose advantages were counted for the scale before.
         """
         data = store.get_fields(batch.keys, Batch.FIELDS)
-        result, found = advantages(data, self.vla3.algorithm, self.interaction.env_spec.max_steps, self.scale)
+        scale = self.scale.again if again else self.scale
+        result, found = advantages(data, self.vla3.algorithm, self.interaction.env_spec.max_steps, scale)
         put(batch, result)
         if self.vla3.algorithm.loss_type == "actor_critic":
             batch.values = [(data[fields.VALUE], result[fields.RETURNS], result[fields.VALUE_MASK])]

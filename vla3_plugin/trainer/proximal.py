@@ -1,0 +1,66 @@
+"""Samples of older versions beside the learner: log-probs and values of the policy that this step's updates start from.
+
+The ratio of a sample is clipped around that policy's log-probs (decoupled PPO, Hilton et al. 2021). Its values replace
+those of the sample's own version as baseline, bootstrap and centre of the value clip: with values of d versions ago the
+critic learns from what it was, becomes d + 1 critics that take turns, and advantages swing with them. (IMPALA evaluates
+values anew for the same reason, Espeholt et al. 2018.) ``vla3.stages.training.proximal: recompute`` asks for it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vla3_plugin.learner import fields
+from vla3_plugin.rollout import store
+from vla3_plugin.trainer.batch import Batch, put
+
+if TYPE_CHECKING:
+    from vla3_plugin.trainer.trainer import VLA3Trainer
+
+
+def recomputed(trainer: VLA3Trainer) -> bool:
+    stage = trainer.vla3.stages.training
+    return stage.enabled and stage.correction != "none" and stage.proximal == "recompute"
+
+
+def kept(trainer: VLA3Trainer) -> bool:
+    """Whether the first epoch, streamed, keeps what the learner says of each sample for later ones."""
+    return recomputed(trainer) and trainer.vla3.algorithm.update_epoch > 1
+
+
+def evaluate(trainer: VLA3Trainer, batch: Batch) -> None:
+    """Before the updates on a batch that is complete: one pass without gradients."""
+    if not recomputed(trainer) or not _stale(trainer, batch):
+        return
+    trainer.learner_outputs(trainer.actor_rollout_wg, "compute_log_prob", batch.all_keys)
+    found = store.get_fields(batch.keys, [fields.LEARNER_LOGPROB])
+    put(batch, {fields.PROXIMAL: found[fields.LEARNER_LOGPROB]})
+    _take_values(trainer, batch)
+
+
+def carry_over(trainer: VLA3Trainer, batch: Batch) -> None:
+    """Between the first epoch, streamed, and the later ones: advantages anew, with the values that were kept."""
+    if not kept(trainer):
+        return
+    # samples that weigh nothing were not trained on; a store hands out only fields that all asked-for rows have
+    missing = [*(set(batch.keys) - set(batch.trained_keys)), *batch.padding]
+    if missing:
+        own = store.get_fields(missing, [fields.LOGPROB, fields.VALUE])
+        store.put_fields(missing, {fields.PROXIMAL: own[fields.LOGPROB], fields.LEARNER_VALUE: own[fields.VALUE]})
+    if _stale(trainer, batch) and trainer.vla3.algorithm.adv_type == "gae":
+        _take_values(trainer, batch)
+        trainer.compute_advantages(batch, again=True)
+
+
+def _stale(trainer: VLA3Trainer, batch: Batch) -> bool:
+    return min(batch.versions) < trainer.version
+
+
+def _take_values(trainer: VLA3Trainer, batch: Batch) -> None:
+    found = store.get_fields(batch.keys, [fields.VALUE, fields.LEARNER_VALUE])
+    old = torch.tensor([version < trainer.version for version in batch.versions])
+    old = old.view(-1, *[1] * (found[fields.VALUE].dim() - 1))
+    value = torch.where(old, found[fields.LEARNER_VALUE].to(found[fields.VALUE]), found[fields.VALUE])
+    put(batch, {fields.VALUE: value})
