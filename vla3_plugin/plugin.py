@@ -19,6 +19,7 @@ def _load() -> None:
     hooks.after_import("verl.workers.engine", "vla3_plugin.learner.engine_fsdp")
     hooks.after_import("verl.workers.engine", "vla3_plugin.learner.engine_megatron")
     hooks.after_import("verl.trainer.ppo.core_algos", "vla3_plugin.trainer.registration")
+    hooks.after_import("transfer_queue", "vla3_plugin.rollout.store_nodes")
     from vla3_plugin.learner import platform_cpu
 
     platform_cpu.register()

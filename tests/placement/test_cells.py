@@ -56,6 +56,7 @@ def test_two_cells_learn_what_one_learns_and_weights_and_gradients_cross_once(la
         torch.testing.assert_close(together[name], tensor, rtol=1e-4, atol=1e-5)
     size = sum(tensor.nbytes for tensor in alone.values())
     for row in two.metrics:
+        print({k: v for k, v in row.items() if k.startswith("traffic/data")})
         publications = round(row["traffic/weights/learner_to_policy"] / (2 * size))  # to two policy workers
         assert publications in (1, 2), "the first step's window has the first publication too"
         assert row["traffic/weights/between_nodes"] == pytest.approx(publications * size, rel=0.05)

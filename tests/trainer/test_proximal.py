@@ -17,7 +17,7 @@ LENGTH, GAMMA = 5, 0.98
 
 
 class Rows:
-    """A store in this process: key -> field -> row. Like the real one it hands out only what all asked-for rows have."""
+    """A store in this process: key -> field -> row. Like the real one it hands out only what all rows have."""
 
     def __init__(self, monkeypatch):
         self.rows = {}

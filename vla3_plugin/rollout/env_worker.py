@@ -61,11 +61,10 @@ class EnvWorker:
         deadline_s: float,
         bootstrap_terminated: bool,
     ) -> None:
-        import transfer_queue as tq
-
         from vla3_plugin.policies.prepare import check_env, load_preparer
+        from vla3_plugin.rollout import store
 
-        tq.init()
+        store.connect()
         if env["host"] == "own":  # simulators inherit it; in the policy's process only they stand back
             os.nice(env["nice"])
         self.run_dir = run_dir
@@ -132,17 +131,19 @@ class EnvWorker:
             episode = finished.assignment.episode.to_json()
             return {"keys": [], "episode": episode, "quarantined": finished.why, "kind": f"episode_{kind}"}
         assignment, trajectory = finished
+        stored = {}
         if assignment.keep:
-            from vla3_plugin.rollout.store import put_trajectory
+            from vla3_plugin.rollout import store, store_nodes
 
-            put_trajectory(trajectory)
+            store.put_trajectory(trajectory)
+            stored = {"node": store_nodes.node()}
         if assignment.record:
             try:
                 _write_video(self.run_dir, trajectory, self.envs[0].spec)
             except (OSError, RuntimeError) as error:  # VideoError is one; a film is no reason to end a run
                 self._tell({"kind": "video_failed", "where": self.timeline.role, "why": str(error),
                             "episodes": [assignment.episode.episode_id]})  # fmt: skip
-        return summarise(trajectory)
+        return summarise(trajectory) | stored
 
     def assign(self, assignments: list[dict[str, Any]]) -> None:
         self.source.put(Assignment.from_json(a) for a in assignments)

@@ -11,9 +11,15 @@ from torch import Tensor
 
 from vla3_plugin.contract import Trajectory
 from vla3_plugin.learner.fields import MASKS, SCALAR, densify
+from vla3_plugin.rollout import store_nodes as _store_nodes  # noqa: F401  where rows lie; not all processes import verl
 from vla3_plugin.telemetry import traffic
 
 PARTITION = "train"
+
+
+def connect() -> None:
+    """Find the queue, from a process that verl did not start."""
+    tq.init()
 
 
 def put_trajectory(trajectory: Trajectory) -> None:

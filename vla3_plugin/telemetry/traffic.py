@@ -8,7 +8,8 @@ them up once a step: ``traffic/data/env_to_policy`` and so on, in bytes.
 Hops of the data plane: ``simulator_to_env`` (shared memory), ``env_to_policy`` and ``policy_to_env`` (requests and
 answers), ``env_to_store`` (finished trajectories), ``store_to_learner`` (each pass over samples that fetches them) and
 ``learner_to_store`` (copies that fill up a batch), ``store_to_driver`` and ``driver_to_store`` (what advantages are
-computed from, and they: no image is among it), ``store_to_checkpoint`` (samples of groups in flight).
+computed from, and they: no image is among it), ``store_to_checkpoint`` (samples of groups in flight);
+``store_between_nodes`` is what of all that went to or came from a storage unit on another node.
 Of the weight plane: ``learner_to_policy``, what all policy workers received together, and ``between_nodes``, what of it
 left a node (counted where our own backend sends; nccl does not say).
 Of the learner's plane: ``ranks_within_node`` and ``ranks_between_nodes``, by the process group that a collective is of;
@@ -37,6 +38,7 @@ HOPS = {
         "store_to_driver",
         "driver_to_store",
         "store_to_checkpoint",
+        "store_between_nodes",
     ),
     WEIGHTS: ("learner_to_policy", "between_nodes"),
     LEARNER: ("ranks_within_node", "ranks_between_nodes"),

@@ -61,6 +61,11 @@ class Batch:
         return self.keys + self.padding
 
     @property
+    def homes(self) -> dict[str, str]:
+        """The node on which each sample was stored; of resumed groups one that is no more."""
+        return {key: t["node"] for t in self.trajectories if "node" in t for key in t["keys"]}
+
+    @property
     def control_steps(self) -> int:
         return sum(t["control_steps"] for t in self.trajectories)
 

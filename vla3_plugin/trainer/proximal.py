@@ -34,7 +34,7 @@ def evaluate(trainer: VLA3Trainer, batch: Batch) -> None:
     """Before the updates on a batch that is complete: one pass without gradients."""
     if not recomputed(trainer) or not _stale(trainer, batch):
         return
-    trainer.learner_outputs(trainer.actor_rollout_wg, "compute_log_prob", batch.all_keys)
+    trainer.learner_outputs(trainer.actor_rollout_wg, "compute_log_prob", trainer.per_rank(batch))
     found = store.get_fields(batch.keys, [fields.LEARNER_LOGPROB])
     put(batch, {fields.PROXIMAL: found[fields.LEARNER_LOGPROB]})
     _take_values(trainer, batch)

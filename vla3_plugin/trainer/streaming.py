@@ -10,6 +10,7 @@ import ray
 from vla3_plugin.learner.actor_worker import WEIGHT
 from vla3_plugin.rollout import store
 from vla3_plugin.rollout.stopping import Stopped
+from vla3_plugin.rollout.store_nodes import by_node
 from vla3_plugin.trainer import proximal
 from vla3_plugin.trainer.batch import Batch, combine, padding_rows, write_padding_rows
 from vla3_plugin.trainer.parity import check_parity
@@ -34,13 +35,15 @@ class MicroBatches:
         self.end_of_update = end_of_update and trainer.vla3.algorithm.update_epoch == 1
         self.size = trainer.config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu * trainer.dp_size
         self._pending: list[str] = []
+        self._homes: dict[str, str] = {}
         self._refs: list[list[Any]] = []
         self._sent = 0
         self.padding: list[str] = []
         self.metrics: Found = {}
 
-    def add(self, keys: list[str]) -> None:
+    def add(self, keys: list[str], homes: dict[str, str]) -> None:
         self._pending += keys
+        self._homes |= homes
         while len(self._pending) > self.size:
             self._send(self._pending[: self.size], last=False)
             self._pending = self._pending[self.size :]
@@ -67,7 +70,7 @@ class MicroBatches:
         write_padding_rows(self.trainer.actor_rollout_wg, keys, padding)
         self.padding += padding
         request = store.batch_of(
-            keys + padding,
+            by_node(keys + padding, self._homes, self.trainer.rank_nodes),
             turn=next(self.trainer.turns),
             first=self._sent == 0,
             first_pass=True,
@@ -129,7 +132,7 @@ def train_arriving(trainer: VLA3Trainer, metrics: dict[str, Any]) -> Batch:
             if trainer.use_reference_policy and not trainer.ref_in_actor and trainer.dp_size > 1:
                 stream.settle()  # it computes in the learner's processes, beside the lane: collectives must not mix
             prepared.append((trainer.prepare(piece), len(piece.keys)))
-            stream.add(piece.trained_keys)
+            stream.add(piece.trained_keys, piece.homes)
             batch.join(piece)
         _finish(stream, batch, found)
     metrics.update(combine(prepared) | _means(found))
@@ -147,7 +150,7 @@ def train_in_order(trainer: VLA3Trainer, batch: Batch, metrics: dict[str, Any]) 
     for limit in limits(trainer):
         stream = MicroBatches(trainer, end_of_update=limit == trainer.groups_per_step, moved=start > 0)
         part = batch.trajectories[start * size : limit * size]
-        stream.add([key for t in part for key in t["keys"] if key in trained])
+        stream.add([key for t in part for key in t["keys"] if key in trained], batch.homes)
         _finish(stream, batch, found)
         start = limit
     metrics.update(_means(found))

@@ -28,12 +28,13 @@ from vla3_plugin.learner import fields
 from vla3_plugin.learner.actor_worker import ActorWorker
 from vla3_plugin.learner.objective import Objective
 from vla3_plugin.placement import pools, resolve_ray
-from vla3_plugin.placement.fit import check_cluster
+from vla3_plugin.placement.fit import check_cluster, whereabouts
 from vla3_plugin.placement.resolve import placement_of
 from vla3_plugin.pulse import Pulse
 from vla3_plugin.rollout import store
 from vla3_plugin.rollout.plan import split_init_states
 from vla3_plugin.rollout.stopping import Stopped, StopRequest
+from vla3_plugin.rollout.store_nodes import by_node
 from vla3_plugin.telemetry.faults import FaultLog
 from vla3_plugin.telemetry.ledger import Ledger
 from vla3_plugin.telemetry.metrics import ENV_STEPS
@@ -77,6 +78,7 @@ class VLA3Trainer(PPOTrainer):
         self.trained_steps = self.saved_step = 0  # the last one that was published, and that is in a checkpoint
         self.feeder: Feeder = None  # type: ignore[assignment]  # there is none before fit
         self.grid: resolve_ray.Grid | None = None  # where the config says which process runs where
+        self.rank_nodes: list[str] = []  # the node of each of the learner's ranks
         super().__init__(config)
         self.record = RunRecord(self.run_dir)
         self.env_steps = 0
@@ -111,6 +113,8 @@ class VLA3Trainer(PPOTrainer):
 
     def _setup(self) -> None:
         super()._setup()
+        found = ray.get([worker.__ray_call__.remote(whereabouts) for worker in self.actor_rollout_wg.workers])
+        self.rank_nodes = [where["node_id"] for where in found]
         self.actor_rollout_wg.set_loss_fn(Objective(self.vla3.algorithm, self.vla3.stages.training))
         servers = LLMServerManager if self.grid is None else resolve_ray.PlacedServers
         self.replicas = servers.create(config=self.config, start_rank=0)
@@ -326,11 +330,15 @@ class VLA3Trainer(PPOTrainer):
     def dp_size(self) -> int:
         return self.actor_rollout_wg.world_size
 
+    def per_rank(self, batch: Batch) -> list[str]:
+        """All rows of a batch, of which the learner's ranks get equal parts, as near to each as can be."""
+        return by_node(batch.all_keys, batch.homes, self.rank_nodes)
+
     def reference_logprobs(self, batch: Batch) -> None:
         worker, method, extra = self.ref_policy_wg, "compute_ref_log_prob", {}
         if self.ref_in_actor:
             worker, method, extra = self.actor_rollout_wg, "compute_log_prob", {"no_lora_adapter": True}
-        self.learner_outputs(worker, method, batch.all_keys, **extra)
+        self.learner_outputs(worker, method, self.per_rank(batch), **extra)
         found = store.get_fields(batch.keys, [fields.LEARNER_LOGPROB])
         put(batch, {fields.REF_LOGPROB: found[fields.LEARNER_LOGPROB]})
 
@@ -352,7 +360,7 @@ class VLA3Trainer(PPOTrainer):
     def update(self, batch: Batch, metrics: dict, epochs: int) -> None:
         """``epochs`` passes over the batch in ``num_mini_batches`` optimizer steps each."""
         request = store.batch_of(
-            batch.all_keys,
+            self.per_rank(batch),
             num_mini_batch=self.vla3.algorithm.num_mini_batches,
             epochs=epochs,
             seed=self.vla3.seed * 1_000_003 + self.global_steps,

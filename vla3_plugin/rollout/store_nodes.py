@@ -1,0 +1,185 @@
+"""Samples stay on the node that makes them: verl's TransferQueue with a storage unit a node, each row in one near by.
+
+TransferQueue spreads rows over its storage units by their number, whatever node they come from. On a cluster of several
+nodes a row goes instead to a unit on the node of the process that stores it first, and what is added to it later goes
+to the same one. Where each field of a row lies is kept by the controller, as it is for every storage backend that says
+so. With ``by_node`` a learner's ranks then read rows of their own node. What crosses all the same is counted.
+
+Imported after ``transfer_queue`` in every process (``plugin``); on one node nothing changes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import ray
+import torch
+from omegaconf import DictConfig
+from tensordict import TensorDict
+from transfer_queue.metadata import BatchMeta
+from transfer_queue.storage.bootstrap import StorageBootstrapProvider
+from transfer_queue.storage.managers import AsyncSimpleStorageManager, StorageManagerFactory
+from transfer_queue.storage.managers.simple_storage_manager import RoutingGroup
+
+from vla3_plugin.placement.fit import whereabouts
+from vla3_plugin.telemetry import traffic
+
+BACKEND = "SimpleStorage"
+_NODES = "nodes"  # in the backend's config: each storage unit's node
+_routes: ContextVar[dict[int, str] | None] = ContextVar("vla3_store_routes", default=None)
+_EVERYWHERE: dict[int, str] = {}
+
+
+def node() -> str:
+    """Ray's id of this process's node."""
+    return ray.get_runtime_context().get_node_id()
+
+
+def by_node(keys: Sequence[str], homes: Mapping[str, str], ranks: Sequence[str]) -> list[str]:
+    """``keys`` in such an order that equal parts of it, one a rank, hold what lies on the rank's node as far as numbers
+    allow. ``homes``: the node of each key, where it is known. ``ranks``: the node of each rank.
+
+    Everything stays in its order where all ranks are on one node, and within each rank what is at home there does.
+    """
+    if len(set(ranks)) < 2:
+        return list(keys)
+    room = len(keys) // len(ranks)
+    waiting: dict[str | None, list[str]] = defaultdict(list)
+    for key in keys:
+        waiting[homes.get(key)].append(key)
+    parts: list[list[str]] = []
+    for there in ranks:  # a node's rows to its ranks in turn
+        parts.append(waiting[there][:room])
+        del waiting[there][:room]
+    left = [key for rows in waiting.values() for key in rows]
+    for part in parts:
+        missing = room - len(part)
+        part += left[:missing]
+        del left[:missing]
+    return [key for part in parts for key in part] + left
+
+
+class NodeStorageManager(AsyncSimpleStorageManager):
+    """A process's side of the storage units of several nodes."""
+
+    def __init__(self, controller_info: Any, config: DictConfig, zmq_context: Any = None) -> None:
+        super().__init__(controller_info, config, zmq_context=zmq_context)
+        self.nodes: dict[str, str] = dict(config.get(_NODES) or {})
+        self.several = len(set(self.nodes.values())) > 1
+        self.here = node() if self.several else ""
+        units = list(self.storage_unit_infos)
+        self.near = [unit for unit in units if self.nodes.get(unit) == self.here] or units
+
+    # How to talk to a unit only TransferQueue's own methods know. They ask ``_group_by_hash`` which one each row is in,
+    # with nothing but its number, so the answers wait in a context variable; they tell the controller what is stored by
+    # ``notify_data_update``.
+
+    def _group_by_hash(self, global_indexes: list[int]) -> dict[str, RoutingGroup]:
+        routes = _routes.get()
+        if routes is None:
+            return super()._group_by_hash(global_indexes)
+        if routes is _EVERYWHERE:
+            return {unit: RoutingGroup(global_indexes, []) for unit in self.storage_unit_infos}
+        found: dict[str, RoutingGroup] = {}
+        for position, index in enumerate(global_indexes):
+            group = found.setdefault(routes[index], RoutingGroup([], []))
+            group.global_indexes.append(index)
+            group.batch_positions.append(position)
+        return found
+
+    async def put_data(self, data: TensorDict, metadata: BatchMeta, data_parser: Any = None) -> None:
+        if not self.several:
+            return await super().put_data(data, metadata, data_parser=data_parser)
+        routes = {}
+        for index, fields in zip(metadata.global_indexes, metadata._custom_backend_meta, strict=True):
+            routes[index] = next(iter(fields.values()), None) or self.near[index % len(self.near)]
+        with _routed(routes):
+            await super().put_data(data, metadata, data_parser=data_parser)
+
+    async def notify_data_update(
+        self,
+        partition_id: str,
+        global_indexes: list[int],
+        field_schema: dict[str, dict[str, Any]],
+        custom_backend_meta: dict[int, dict[str, Any]] | None = None,
+    ) -> None:
+        routes = _routes.get()
+        if routes is not None:
+            custom_backend_meta = {index: dict.fromkeys(field_schema, routes[index]) for index in global_indexes}
+        await super().notify_data_update(partition_id, global_indexes, field_schema, custom_backend_meta)
+
+    async def get_data(self, metadata: BatchMeta) -> TensorDict:
+        if not self.several or metadata.size == 0:
+            return await super().get_data(metadata)
+        # fields of a row are apart only where it was completed together with rows that were new
+        alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
+        for name in metadata.field_names:
+            alike[tuple(fields[name] for fields in metadata._custom_backend_meta)].append(name)
+        found: dict[str, Any] = {}
+        for units, names in alike.items():
+            with _routed(dict(zip(metadata.global_indexes, units, strict=True))):
+                found.update((await super().get_data(metadata.select_fields(names))).items())
+        return TensorDict(found, batch_size=metadata.size)
+
+    async def clear_data(self, metadata: BatchMeta) -> None:
+        # numbers of rows are few bytes, and a unit forgets what it has of them
+        with _routed(_EVERYWHERE if self.several else None):
+            await super().clear_data(metadata)
+
+    async def _put_to_single_storage_unit(
+        self, global_indexes: list[int], storage_data: dict[str, Any], target_storage_unit: str, data_parser: Any = None
+    ) -> None:
+        self._count(target_storage_unit, storage_data)
+        await super()._put_to_single_storage_unit(
+            global_indexes, storage_data, target_storage_unit=target_storage_unit, data_parser=data_parser
+        )
+
+    async def _get_from_single_storage_unit(
+        self, global_indexes: list[int], fields: list[str], target_storage_unit: str
+    ) -> tuple[list[str], dict[str, Any]]:
+        answer = await super()._get_from_single_storage_unit(
+            global_indexes, fields, target_storage_unit=target_storage_unit
+        )
+        self._count(target_storage_unit, answer[1])
+        return answer
+
+    def _count(self, unit: str, data: Mapping[str, Any]) -> None:
+        if self.several and self.nodes.get(unit) != self.here:
+            traffic.add("store_between_nodes", sum(_size(value) for value in data.values()))
+
+
+@contextmanager
+def _routed(routes: dict[int, str] | None) -> Iterator[None]:
+    token = _routes.set(routes)
+    try:
+        yield
+    finally:
+        _routes.reset(token)
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.values().nbytes if value.is_nested and value.layout == torch.jagged else value.nbytes
+    return sum(_size(item) for item in value) if isinstance(value, (list, tuple)) else 0
+
+
+def initialize(conf: DictConfig) -> dict[str, Any]:
+    """TransferQueue's own start of the storage units; then where each has come to be goes into the config, which every
+    process gets. Any one may have to hold everything: nodes need not make as many samples."""
+    storage = conf.backend[BACKEND]
+    size = storage.get("total_storage_size")
+    storage.total_storage_size = None if size is None else size * storage.num_data_storage_units
+    handles = _initialize(conf)
+    storage.total_storage_size = size
+    where = ray.get([handle.__ray_call__.remote(whereabouts) for handle in handles.values()])
+    storage[_NODES] = {storage.zmq_info[name].id: found["node_id"] for name, found in zip(handles, where, strict=True)}
+    return handles
+
+
+_initialize: Any = StorageBootstrapProvider.get_provider(BACKEND)
+StorageManagerFactory.register(BACKEND)(NodeStorageManager)
+StorageBootstrapProvider.register_provider(BACKEND)(initialize)
