@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from whole_runs import with_path
 
 from vla3_plugin.placement.plan_costs import Sharding, bytes_sent
+from vla3_plugin.telemetry import traffic
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -56,7 +57,6 @@ def test_two_cells_learn_what_one_learns_and_weights_and_gradients_cross_once(la
         torch.testing.assert_close(together[name], tensor, rtol=1e-4, atol=1e-5)
     size = sum(tensor.nbytes for tensor in alone.values())
     for row in two.metrics:
-        print({k: v for k, v in row.items() if k.startswith("traffic/data")})
         publications = round(row["traffic/weights/learner_to_policy"] / (2 * size))  # to two policy workers
         assert publications in (1, 2), "the first step's window has the first publication too"
         assert row["traffic/weights/between_nodes"] == pytest.approx(publications * size, rel=0.05)
@@ -66,7 +66,14 @@ def test_two_cells_learn_what_one_learns_and_weights_and_gradients_cross_once(la
         assert updates in (1, 2)
         assert row["traffic/learner/ranks_between_nodes"] == pytest.approx(updates * across, rel=0.05)
         assert row["traffic/learner/ranks_within_node"] == inside == 0
-    for hop in ("weights/between_nodes", "learner/ranks_between_nodes", "learner/ranks_within_node"):
+        data = {hop: row[f"traffic/data/{hop}"] for hop in traffic.HOPS[traffic.DATA]}
+        # the driver is on one of two nodes; the parity check's copies are made by one rank and computed by both
+        expected = (data["store_to_driver"] + data["driver_to_store"]) / 2 + 2 * data["learner_to_store"]
+        stored = ("env_to_store", "store_to_learner", "learner_to_store", "store_to_driver", "driver_to_store")
+        anywhere = sum(data[hop] for hop in stored) / 2  # what would cross were rows spread over both nodes
+        assert 0 < data["store_between_nodes"] <= 1.05 * expected < anywhere / 2
+    for hop in ("weights/between_nodes", "learner/ranks_between_nodes", "learner/ranks_within_node",
+                "data/store_between_nodes"):  # fmt: skip
         assert all(row[f"traffic/{hop}"] == 0 for row in one.metrics), hop
     assert list((two.directory / "tensorboard").iterdir()), "a joined cluster's workers inherit no environment of ours"
     assert '"node": 1' in (two.directory / "placement.json").read_text()
