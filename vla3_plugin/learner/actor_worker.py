@@ -21,7 +21,7 @@ from verl.utils import tensordict_utils as tu
 
 from vla3_plugin.learner import collectives, fields
 from vla3_plugin.learner.objective import kept_logprobs
-from vla3_plugin.learner.weights import TRAINED_ONLY
+from vla3_plugin.learner.weights import TRAINED_ONLY, Circle
 from vla3_plugin.rollout import store
 from vla3_plugin.telemetry import clock, traffic
 from vla3_plugin.telemetry.timeline import Timeline
@@ -183,8 +183,15 @@ class ActorWorker(DetachActorWorker):
         self._all_next = True
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> dict[str, Any]:
-        """Send all weights the first time and after ``publish_all``, otherwise those that training changes."""
+    async def update_weights(
+        self, global_steps: int | None = None, mode: str = "auto", circle: Circle | None = None
+    ) -> dict[str, Any]:
+        """Send all weights the first time and after ``publish_all``, otherwise those that training changes.
+
+        ``circle``: who takes part, where that was not said before (``weight_plane.GlooPlane``); rank 0 sends.
+        """
+        if circle is not None:
+            self.checkpoint_engine.init_process_group(None, circle if self.checkpoint_engine.is_master else None)
         start = clock.now()
         everything, self._all_next = self._all_next, False
         weights: Iterable[tuple[str, torch.Tensor]]

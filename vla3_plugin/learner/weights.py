@@ -21,6 +21,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from vla3_plugin.telemetry import traffic
 
 BACKEND = "vla3_gloo"
+_ALIGNED = 16  # bytes: where each tensor begins in the buffer, so that it can be looked at where it lies
 TRAINED_ONLY = "vla3.trained_only"  # a publication with this entry leaves out what training does not change
 _TIMEOUT = timedelta(minutes=30)  # the other side may be in the middle of an update
 
@@ -40,8 +41,8 @@ def pack(weights: Generator[tuple[str, Tensor], None, None], version: int) -> tu
         tensor = tensor.detach().cpu().contiguous()
         data = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
         entries.append([name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), offset])
-        parts.append(data)
-        offset += data.numel()
+        parts += [data, torch.zeros(-data.numel() % _ALIGNED, dtype=torch.uint8)]
+        offset += data.numel() + parts[-1].numel()
     buffer = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
     manifest = {
         "version": version,
@@ -54,7 +55,7 @@ def pack(weights: Generator[tuple[str, Tensor], None, None], version: int) -> tu
 
 
 def unpack(manifest: dict[str, Any], buffer: Tensor, expected_version: int | None) -> list[tuple[str, Tensor]]:
-    """The named tensors of a publication.
+    """The named tensors of a publication, as views of ``buffer``.
 
     Raises:
         WeightError: version, count, size or checksum differ from the manifest or from what was announced.
@@ -74,8 +75,7 @@ def unpack(manifest: dict[str, Any], buffer: Tensor, expected_version: int | Non
     for name, shape, dtype, offset in manifest["entries"]:
         kind = getattr(torch, dtype)
         size = torch.Size(shape).numel() * kind.itemsize
-        # a copy, because views into the buffer need not be aligned to their dtype
-        tensors.append((name, buffer[offset : offset + size].clone().view(kind).reshape(shape)))
+        tensors.append((name, buffer[offset : offset + size].view(kind).reshape(shape)))
     return tensors
 
 
@@ -178,8 +178,8 @@ class GlooCheckpointEngine(CheckpointEngine):
         assert self.source is not None
         listener, self.listener = self.listener, None
         tensors = await asyncio.to_thread(_receive, self.source, self.relay, listener, global_steps)
-        while tensors:  # each is let go as it is taken
-            yield tensors.pop()
+        for name, tensor in tensors:
+            yield name, tensor
 
 
 def _connect(circle: Circle, listener: socket.socket | None = None) -> Callable[[Tensor], Tensor]:

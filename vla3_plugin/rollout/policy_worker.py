@@ -12,6 +12,7 @@ import ray
 import torch
 from omegaconf import OmegaConf
 from verl.checkpoint_engine.base import CheckpointEngineWorker
+from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray.base import RayClassWithInitArgs
 from verl.utils.device import get_device_id
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
@@ -19,7 +20,7 @@ from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from vla3_plugin.learner import weights as _weights  # noqa: F401  registers the CPU weight plane in this process
-from vla3_plugin.learner.weights import TRAINED_ONLY, WeightError
+from vla3_plugin.learner.weights import TRAINED_ONLY, Circle, WeightError
 from vla3_plugin.policies.base import NoiseKey
 from vla3_plugin.policies.serve import ServedPolicy
 from vla3_plugin.rollout.batcher import BatcherStats
@@ -30,6 +31,8 @@ from vla3_plugin.telemetry import traffic
 from vla3_plugin.telemetry.timeline import Timeline
 
 NAME = "vla3"
+WEIGHTS = "weights"  # Ray's name for the group of calls that share a thread and an event loop
+_RECEIVING = 8  # calls at once there; a publication that hangs on a dead peer is left behind
 
 
 class PolicyServer(BaseRollout):
@@ -97,13 +100,32 @@ class PolicyServer(BaseRollout):
 
 
 class PolicyWorker(CheckpointEngineWorker):
-    """The Ray actor around a ``PolicyServer``. Control calls are verl's for rollout servers."""
+    """The Ray actor around a ``PolicyServer``. Control calls are verl's for rollout servers.
+
+    What belongs to the weight plane has a thread of its own, so that no publication queues behind requests.
+    """
 
     def __init__(self, rollout_config: Any, model_config: Any, replica_rank: int = 0) -> None:
         torch.set_num_threads(model_config.rollout_cpu_threads or model_config.cpu_threads)
         server = PolicyServer(rollout_config, model_config, replica_rank=replica_rank)
         super().__init__(rollout_config=rollout_config, model_config=model_config, server_adapter=server)
         self.server, self.env_host = server, EnvHost(server)
+
+    @ray.method(concurrency_group=WEIGHTS)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def update_weights(self, global_steps: int | None = None) -> None:
+        await super().update_weights(global_steps)
+
+    @ray.method(concurrency_group=WEIGHTS)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
+    async def execute_checkpoint_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return super().execute_checkpoint_engine(method, *args, **kwargs)
+
+    @ray.method(concurrency_group=WEIGHTS)
+    async def receive(self, version: int | None, source: Circle, relay: Circle | None) -> None:
+        """A publication from ``source``, handed on to ``relay``: see ``weight_plane.GlooPlane``."""
+        self.checkpoint_engine.init_process_group(source, relay)
+        await super().update_weights(version)
 
     async def act(self, inputs: dict[str, np.ndarray], noise_keys: Sequence[NoiseKey], mode: str):
         """See ``interaction.Act``.
@@ -169,11 +191,17 @@ class PolicyReplica(RolloutReplica):
             # last, and an actor whose arguments are gone cannot be restarted
             model = OmegaConf.create(OmegaConf.to_container(model, resolve=True))
         return RayClassWithInitArgs(
-            cls=ray.remote(max_restarts=-1)(PolicyWorker),  # the supervisor counts
+            # restarts: the supervisor counts
+            cls=ray.remote(max_restarts=-1, concurrency_groups={WEIGHTS: _RECEIVING})(PolicyWorker),
             rollout_config=self.config,
             model_config=model,
             replica_rank=self.replica_rank,
         )
+
+    async def _nothing(self, **_: Any) -> None:
+        """verl asks for it around a publication; a policy worker has nothing to do then, and need not be asked."""
+
+    abort_all_requests = resume_generation = release_kv_cache = resume_kv_cache = _nothing
 
     async def launch_servers(self) -> None:
         self.servers = list(self.workers)

@@ -13,10 +13,8 @@ from typing import Any
 
 import ray
 from omegaconf import OmegaConf, open_dict
-from verl.checkpoint_engine import CheckpointEngineManager
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, register_trainer
-from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
 from verl.utils.metric import reduce_metrics
 from verl.utils.py_functional import rename_dict
@@ -57,6 +55,7 @@ from vla3_plugin.trainer.publisher import Publisher
 from vla3_plugin.trainer.record import RunRecord
 from vla3_plugin.trainer.supervisor import Supervisor
 from vla3_plugin.trainer.swimlanes import Swimlanes
+from vla3_plugin.trainer.weight_plane import weight_plane
 
 
 @register_trainer("vla3")
@@ -118,11 +117,8 @@ class VLA3Trainer(PPOTrainer):
         self.actor_rollout_wg.set_loss_fn(Objective(self.vla3.algorithm, self.vla3.stages.training))
         servers = LLMServerManager if self.grid is None else resolve_ray.PlacedServers
         self.replicas = servers.create(config=self.config, start_rank=0)
-        self.weight_plane = CheckpointEngineManager(
-            config=omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine),
-            actor_wg=self.actor_rollout_wg,
-            replicas=self.replicas.get_replicas(),
-        )
+        transport = self.config.actor_rollout_ref.rollout.checkpoint_engine
+        self.weight_plane = weight_plane(transport, self.actor_rollout_wg, self.replicas.get_replicas())
         self.publisher = Publisher(
             self.weight_plane,
             self.actor_rollout_wg,
