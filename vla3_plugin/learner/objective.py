@@ -137,8 +137,8 @@ class Objective:
 
         A sample of the learner's own version carries them already. For the others they were recomputed before the
         updates; a streamed micro-batch that is seen for the first time has them in hand, or, in a later mini-batch,
-        between those of its own policy and of the learner that has moved. (Around the latter every ratio would be 1:
-        nothing would hold the rest of the first epoch near the policy that the step began with.)
+        somewhat before those of the learner that has moved since. (Around these every ratio would be 1: nothing would
+        hold the rest of the first epoch near the policy that the step began with.)
         """
         now, version = int(data["learner_version"]), data[fields.VERSION].flatten()
         between = partial(losses.interpolate_proximal, behaviour_logprob=behaviour, version=version, version_now=now)
@@ -150,7 +150,7 @@ class Objective:
                 data[fields.PROXIMAL], data[fields.STEP_MASK].bool(), logprob_type=self.algorithm.logprob_type
             )
         elif tu.get_non_tensor_data(data, "first_pass", False):
-            recomputed = between(logprob=logprob) if tu.get_non_tensor_data(data, "moved", False) else logprob
+            recomputed = between(logprob=logprob, progress=tu.get_non_tensor_data(data, "progress", 0.0))
         elif not bool((version >= now).all()):
             raise RuntimeError(
                 "samples of older versions have no proximal log-probs although this is not their first pass"
@@ -162,13 +162,12 @@ class Objective:
 def kept_logprobs(data: TensorDict, logprob: Tensor) -> Tensor:
     """What later epochs take for the proximal log-probs of a streamed micro-batch: those it was computed with at first,
     [N, C, D], or as ``Objective._proximal`` has it where the learner had moved."""
-    if not tu.get_non_tensor_data(data, "moved", False):
-        return logprob
     return losses.interpolate_proximal(
         logprob=logprob,
         behaviour_logprob=data[fields.LOGPROB].to(logprob),
         version=data[fields.VERSION].flatten().to(logprob.device),
         version_now=int(data["learner_version"]),
+        progress=tu.get_non_tensor_data(data, "progress", 0.0),
     )
 
 

@@ -26,12 +26,13 @@ class MicroBatches:
     """Cuts a mini-batch's samples into micro-batches as they come and sends them to the learner's ranks.
 
     The last one is held back until the mini-batch is complete, because the learner must know that it is the last: with
-    it go the one reduction and the optimizer step. Samples that weigh nothing are not sent. ``moved``: an earlier
-    mini-batch of the step has updated the learner.
+    it go the one reduction and the optimizer step. Samples that weigh nothing are not sent. ``done``: how many
+    of the step's mini-batches have updated the learner.
     """
 
-    def __init__(self, trainer: VLA3Trainer, end_of_update: bool, moved: bool) -> None:
-        self.trainer, self.moved = trainer, moved
+    def __init__(self, trainer: VLA3Trainer, end_of_update: bool, done: int) -> None:
+        self.trainer = trainer
+        self.progress = done / (trainer.vla3.algorithm.num_mini_batches * trainer.vla3.algorithm.update_epoch)
         self.end_of_update = end_of_update and trainer.vla3.algorithm.update_epoch == 1
         self.size = trainer.config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu * trainer.dp_size
         self._pending: list[str] = []
@@ -74,7 +75,7 @@ class MicroBatches:
             turn=next(self.trainer.turns),
             first=self._sent == 0,
             first_pass=True,
-            moved=self.moved,
+            progress=self.progress,
             last=last,
             end_of_update=last and self.end_of_update,
             keep=proximal.kept(self.trainer),
@@ -114,9 +115,8 @@ def train_arriving(trainer: VLA3Trainer, metrics: dict[str, Any]) -> Batch:
     batch = Batch([], divisor=trainer.dp_size * trainer.vla3.algorithm.num_mini_batches)
     found: Found = {}
     prepared: list[tuple[dict[str, float], int]] = []
-    first = limits(trainer)[0]
-    for limit in limits(trainer):
-        stream = MicroBatches(trainer, end_of_update=limit == trainer.groups_per_step, moved=limit != first)
+    for done, limit in enumerate(limits(trainer)):
+        stream = MicroBatches(trainer, end_of_update=limit == trainer.groups_per_step, done=done)
         while len(trainer.feeder.admission.taken) < limit:
             try:
                 # no more than that at a time: the learner begins while the next ones' advantages are computed; but the
@@ -127,7 +127,7 @@ def train_arriving(trainer: VLA3Trainer, metrics: dict[str, Any]) -> Batch:
                 raise
             piece = Batch([t for g in groups for t in g.trajectories], divisor=trainer.dp_size, origin="piece")
             write_padding_rows(trainer.actor_rollout_wg, piece.keys, piece.padding)
-            if limit == first:  # later the learner is no longer what it was before the step
+            if not done:  # later the learner is no longer what it was before the step
                 check_parity(trainer, piece, metrics)
             if trainer.use_reference_policy and not trainer.ref_in_actor and trainer.dp_size > 1:
                 stream.settle()  # it computes in the learner's processes, beside the lane: collectives must not mix
@@ -147,8 +147,8 @@ def train_in_order(trainer: VLA3Trainer, batch: Batch, metrics: dict[str, Any]) 
     size = trainer.vla3.algorithm.group_size
     found: Found = {}
     start, trained = 0, set(batch.trained_keys)
-    for limit in limits(trainer):
-        stream = MicroBatches(trainer, end_of_update=limit == trainer.groups_per_step, moved=start > 0)
+    for done, limit in enumerate(limits(trainer)):
+        stream = MicroBatches(trainer, end_of_update=limit == trainer.groups_per_step, done=done)
         part = batch.trajectories[start * size : limit * size]
         stream.add([key for t in part for key in t["keys"] if key in trained], batch.homes)
         _finish(stream, batch, found)
