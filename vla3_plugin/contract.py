@@ -180,8 +180,8 @@ class Trajectory:
     """One finished episode as T samples, one per chunk step.
 
     ``samples`` maps a field to an array [T, ...]: ``in.*`` (prepared inputs), ``trace.*``, ``logprob``, ``value``,
-    ``rewards``, ``terminated``, ``truncated``, ``valid``, ``version`` and ``bootstrap`` (the value of the final
-    observation at the chunk that was truncated, else 0; shaped like ``value``).
+    ``rewards``, ``terminated``, ``truncated``, ``valid``, ``version``, ``bootstrap`` (the value of the final
+    observation at the chunk that was truncated, else 0; shaped like ``value``) and ``bootstrap_version`` (whose it is).
     """
 
     episode: Episode

@@ -50,19 +50,22 @@ def version(monkeypatch):
     monkeypatch.setattr(VLA3Trainer, "version", property(lambda self: self.version_now), raising=False)
 
 
-def episode(rows, number, versions, value):
-    """Chunk steps of one control step each; the last one succeeds."""
+def episode(rows, number, versions, value, cut=False, bootstrap_version=None):
+    """Chunk steps of one control step each; the last one succeeds, or is ``cut`` and pays for itself."""
     keys = [f"{number}_{i}" for i in range(LENGTH)]
     last = torch.arange(LENGTH)[:, None] == LENGTH - 1
     rows.put(
         keys,
         {
             "rewards": last.float(),
-            "terminated": last,
-            "truncated": torch.zeros_like(last),
+            "terminated": last & (not cut),
+            "truncated": last & cut,
             fields.STEP_MASK: torch.ones_like(last),
             fields.VALUE: torch.as_tensor(value, dtype=torch.float32).expand(LENGTH, 1).clone(),
-            "bootstrap": torch.zeros(LENGTH, 1),
+            fields.BOOTSTRAP: last.float() * value * cut,
+            fields.BOOTSTRAP_VERSION: torch.full(
+                (LENGTH, 1), versions[-1] if bootstrap_version is None else bootstrap_version
+            ),
             "episode_id": torch.full((LENGTH, 1), number),
             "group_id": torch.full((LENGTH, 1), number),
             "chunk_index": torch.arange(LENGTH)[:, None],
@@ -119,12 +122,25 @@ def test_samples_that_weigh_nothing_keep_their_own_values_and_complete_the_store
     torch.testing.assert_close(found[fields.PROXIMAL][5:], own)
 
 
-def critics(monkeypatch, lag, carried):
+def test_the_value_of_a_final_observation_moves_with_the_one_before_it(monkeypatch):
+    """Or the advantage of an episode's last step holds the whole way that the critic went, in cut episodes alone."""
+    rows, now = Rows(monkeypatch), trainer(version=4)
+    old, newer = [3] * LENGTH, dict(cut=True, bootstrap_version=4)
+    batch = Batch([episode(rows, 0, old, 0.1, cut=True), episode(rows, 1, old, 0.1, **newer)], divisor=1)
+    now.compute_advantages(batch)
+    rows.put(batch.keys, {fields.LEARNER_VALUE: torch.full((10, 1), 0.7), fields.PROXIMAL: torch.zeros(10, 1, 2)})
+    proximal.carry_over(now, batch)
+    found = rows.get(["0_4", "1_4"], [fields.BOOTSTRAP, fields.ADVANTAGES])
+    assert found[fields.BOOTSTRAP].flatten().tolist() == pytest.approx([0.7, 0.1])
+    assert found[fields.ADVANTAGES].flatten().tolist() == pytest.approx([1 + (GAMMA - 1) * 0.7, 1 + GAMMA * 0.1 - 0.7])
+
+
+def critics(monkeypatch, lag, carried, cut):
     """Values step by step of a critic that learns, twice a step, exactly what it is told, from samples ``lag`` old."""
     history, found = [0.0] * (lag + 1), []
-    for step in range(12):
+    for step in range(24):
         rows, now = Rows(monkeypatch), trainer(version=step + lag)
-        batch = Batch([episode(rows, 0, [step] * LENGTH, history[-1 - lag])], divisor=1)
+        batch = Batch([episode(rows, 0, [step] * LENGTH, history[-1 - lag], cut=cut)], divisor=1)
         now.compute_advantages(batch)
         told = rows.get(batch.keys, [fields.RETURNS])[fields.RETURNS].mean().item()
         if carried:
@@ -138,15 +154,16 @@ def critics(monkeypatch, lag, carried):
     return found
 
 
-def test_a_critic_of_older_samples_learns_as_fast_as_one_of_fresh_ones(monkeypatch):
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_critic_of_older_samples_learns_as_fast_as_one_of_fresh_ones(monkeypatch, cut):
     """It fell behind and swung: each of two critics, of the even and the odd versions, taught itself alone."""
-    goal = critics(monkeypatch, lag=0, carried=False)[-1]
+    goal = critics(monkeypatch, 0, carried=False, cut=cut)[7]
     reached = {
         name: next(step for step, value in enumerate(values) if value > 0.9 * goal)
         for name, values in {
-            "fresh": critics(monkeypatch, 0, carried=False),
-            "old": critics(monkeypatch, 1, carried=False),
-            "carried": critics(monkeypatch, 1, carried=True),
+            "fresh": critics(monkeypatch, 0, carried=False, cut=cut),
+            "old": critics(monkeypatch, 1, carried=False, cut=cut),
+            "carried": critics(monkeypatch, 1, carried=True, cut=cut),
         }.items()
     }
     assert reached["carried"] <= reached["fresh"] < reached["old"]

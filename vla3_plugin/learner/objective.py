@@ -122,12 +122,13 @@ class Objective:
         return losses.policy_loss(**shared, old_logprob=proximal, weights=weights * behave)
 
     def _old_values(self, data: TensorDict, values: Tensor) -> Tensor:
-        """What values are held near: the critic's before this step's updates, like ``_proximal``.
+        """What values are held near: the critic's that an epoch begins with.
 
         A streamed sample of an older version, seen for the first time, has its own version's; the learner's are these.
         """
         old, t = data[fields.VALUE], self.training
-        if not t.enabled or t.correction == "none" or not tu.get_non_tensor_data(data, "first_pass", False):
+        recomputed = t.enabled and t.correction != "none" and t.proximal == "recompute"
+        if not recomputed or not tu.get_non_tensor_data(data, "first_pass", False):
             return old
         stale = (data[fields.VERSION] < int(data["learner_version"])).view(-1, *[1] * (old.dim() - 1))
         return torch.where(stale, values.to(old), old)
@@ -142,15 +143,18 @@ class Objective:
         """
         now, version = int(data["learner_version"]), data[fields.VERSION].flatten()
         between = partial(losses.interpolate_proximal, behaviour_logprob=behaviour, version=version, version_now=now)
+        first_pass, progress = (
+            tu.get_non_tensor_data(data, *named) for named in (("first_pass", False), ("progress", 0.0))
+        )
         if self.training.proximal == "interpolate":
-            return between(logprob=logprob)
+            return between(logprob=logprob, progress=progress if first_pass else 1.0)
         recomputed = logprob
         if fields.PROXIMAL in data.keys():
             recomputed = granularity.aggregate_logprob(
                 data[fields.PROXIMAL], data[fields.STEP_MASK].bool(), logprob_type=self.algorithm.logprob_type
             )
-        elif tu.get_non_tensor_data(data, "first_pass", False):
-            recomputed = between(logprob=logprob, progress=tu.get_non_tensor_data(data, "progress", 0.0))
+        elif first_pass:
+            recomputed = between(logprob=logprob, progress=progress)
         elif not bool((version >= now).all()):
             raise RuntimeError(
                 "samples of older versions have no proximal log-probs although this is not their first pass"

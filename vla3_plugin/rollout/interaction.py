@@ -104,7 +104,7 @@ class Interaction:
             rows = [running[slot] for slot in order]
             answers = self._ask(rows, ended)
             for (run, _), answer in zip(ended, answers[len(rows) :], strict=True):
-                run.chunks[-1]["bootstrap"] = answer["value"].copy()
+                run.chunks[-1] |= {"bootstrap": answer["value"].copy(), "bootstrap_version": answer["version"].copy()}
                 yield _finish(run)
             ended = []
             results = self._step(order, rows, answers)
@@ -257,7 +257,7 @@ class Interaction:
 def _sample(answer: Arrays, result: ChunkResult) -> Arrays:
     sample = {name: value for name, value in answer.items() if name != "actions"}
     sample |= {n: getattr(result, n) for n in ("rewards", "terminated", "truncated", "valid")}
-    sample["bootstrap"] = np.zeros_like(answer["value"])
+    sample |= {"bootstrap": np.zeros_like(answer["value"]), "bootstrap_version": answer["version"]}
     return sample
 
 

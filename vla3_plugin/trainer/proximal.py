@@ -3,7 +3,8 @@
 The ratio of a sample is clipped around that policy's log-probs (decoupled PPO, Hilton et al. 2021). Its values replace
 those of the sample's own version as baseline, bootstrap and centre of the value clip: with values of d versions ago the
 critic learns from what it was, becomes d + 1 critics that take turns, and advantages swing with them. (IMPALA evaluates
-values anew for the same reason, Espeholt et al. 2018.) ``vla3.stages.training.proximal: recompute`` asks for it.
+values anew for the same reason, Espeholt et al. 2018.) That of a final observation, no sample itself, moves by as much
+as the one before it. ``vla3.stages.training.proximal: recompute`` asks for all this.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def evaluate(trainer: VLA3Trainer, batch: Batch) -> None:
     trainer.learner_outputs(trainer.actor_rollout_wg, "compute_log_prob", trainer.per_rank(batch))
     found = store.get_fields(batch.keys, [fields.LEARNER_LOGPROB])
     put(batch, {fields.PROXIMAL: found[fields.LEARNER_LOGPROB]})
-    _take_values(trainer, batch)
+    if trainer.vla3.algorithm.adv_type == "gae":
+        _take_values(trainer, batch)
 
 
 def carry_over(trainer: VLA3Trainer, batch: Batch) -> None:
@@ -59,8 +61,12 @@ def _stale(trainer: VLA3Trainer, batch: Batch) -> bool:
 
 
 def _take_values(trainer: VLA3Trainer, batch: Batch) -> None:
-    found = store.get_fields(batch.keys, [fields.VALUE, fields.LEARNER_VALUE])
-    old = torch.tensor([version < trainer.version for version in batch.versions])
-    old = old.view(-1, *[1] * (found[fields.VALUE].dim() - 1))
-    value = torch.where(old, found[fields.LEARNER_VALUE].to(found[fields.VALUE]), found[fields.VALUE])
-    put(batch, {fields.VALUE: value})
+    names = [fields.VALUE, fields.LEARNER_VALUE, fields.BOOTSTRAP, fields.BOOTSTRAP_VERSION]
+    own, learners, bootstrap, bootstrap_version = store.get_fields(batch.keys, names).values()
+    drift = learners.to(own) - own
+    old, old_bootstrap = (
+        (version.view(-1) < trainer.version).view(-1, *[1] * (own.dim() - 1))
+        for version in (torch.tensor(batch.versions), bootstrap_version)
+    )
+    value = torch.where(old, learners.to(own), own)
+    put(batch, {fields.VALUE: value, fields.BOOTSTRAP: torch.where(old_bootstrap, bootstrap + drift, bootstrap)})

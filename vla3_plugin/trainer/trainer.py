@@ -257,8 +257,8 @@ class VLA3Trainer(PPOTrainer):
             with marked_timer("parity", timing_raw, color="blue"):
                 check_parity(self, batch, metrics)
             with marked_timer("prepare", timing_raw, color="brown"):
-                if not self._in_order:
-                    proximal.evaluate(self, batch)
+                if self.vla3.algorithm.adv_type == "gae" and not self._in_order:
+                    proximal.evaluate(self, batch)  # first, because advantages need its values
                 metrics.update(self.prepare(batch))
             if batch.trained_keys:
                 with marked_timer("update", timing_raw, color="red"), self.timeline.span("step", "update"):
@@ -314,6 +314,8 @@ class VLA3Trainer(PPOTrainer):
             epochs -= 1
             if epochs:
                 proximal.carry_over(self, batch)
+        elif self.vla3.algorithm.adv_type != "gae":
+            proximal.evaluate(self, batch)
         if epochs:
             self.update(batch, metrics, epochs)
 
@@ -356,7 +358,8 @@ class VLA3Trainer(PPOTrainer):
     def update(self, batch: Batch, metrics: dict, epochs: int) -> None:
         """``epochs`` passes over the batch in ``num_mini_batches`` optimizer steps each."""
         request = store.batch_of(
-            self.per_rank(batch),
+            # at lag 0 mini-batches are the synchronous run's, and must not depend on which node was quicker
+            self.per_rank(batch) if self.max_staleness else batch.all_keys,
             num_mini_batch=self.vla3.algorithm.num_mini_batches,
             epochs=epochs,
             seed=self.vla3.seed * 1_000_003 + self.global_steps,
