@@ -210,3 +210,15 @@ def test_a_replica_keeps_its_version_when_the_parameters_do_not_fit(change):
         asyncio.run(server.update_weights(arriving(state), global_steps=8))
     assert server.served.version == 7
     assert all(torch.equal(v, before[k]) for k, v in server.served.policy.state_dict().items())
+
+
+def test_an_attempt_that_another_has_overtaken_leaves_that_ones_port_alone():
+    """It took the listener of the next one: the store refused a port that is not its own, and both attempts failed."""
+    engine = GlooCheckpointEngine(0, is_master=True)
+    first = engine.listen("127.0.0.1")
+    second = engine.listen("127.0.0.1")
+    engine.init_process_group(None, Circle(0, 2, "127.0.0.1", first))
+    with pytest.raises(RuntimeError, match="another attempt"):
+        asyncio.run(engine.send_weights(iter(named().items()), global_steps=1))
+    assert engine.listener.getsockname()[1] == second
+    engine.finalize()

@@ -39,7 +39,7 @@ def peer_class():
             from vla3_plugin.rollout import store  # noqa: F401  as in an env worker, which does not import verl
 
             tq.init(
-                OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 2, "total_storage_size": 8}}})
+                OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1, "total_storage_size": 8}}})
             )
 
         def close(self):
@@ -80,7 +80,7 @@ def peer_class():
 
 @pytest.fixture(scope="module")
 def peers():
-    """An actor on each of two Ray nodes of this machine, with one queue and a storage unit on either."""
+    """An actor on each of two Ray nodes of this machine, with one queue, which gets a storage unit on either."""
     import ray
     from ray.cluster_utils import Cluster
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

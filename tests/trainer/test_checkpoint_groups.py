@@ -57,6 +57,16 @@ def interrupted():
     return admission
 
 
+def test_where_samples_were_made_is_forgotten_with_the_run_that_made_them():
+    """They are restored by one process; a learner rank that was given them for being near had to fetch them."""
+    admission = fresh()
+    admission.begin_step(0)
+    admission.admit(published=0)
+    admission.finished(summary(0, 0) | {"node": "here"})
+    (group,) = fresh(through_a_file(admission)).started.values()
+    assert group.trajectories == [summary(0, 0)]
+
+
 def test_finished_episodes_survive_with_their_versions_and_counters():
     again = fresh(through_a_file(interrupted()), max_staleness=2)
     assert [(g.index, g.admitted_under, g.version, len(g.trajectories)) for g in again.ready.values()] == [(1, 7, 7, 2)]

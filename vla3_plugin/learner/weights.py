@@ -168,6 +168,8 @@ class GlooCheckpointEngine(CheckpointEngine):
             for _ in weights:  # the all-gathers need every rank
                 pass
             return {}
+        if self.listener is not None and self.listener.getsockname()[1] != self.relay.port:
+            raise RuntimeError("another attempt to publish has begun since this one was prepared")
         manifest, buffer = pack(weights, -1 if global_steps is None else global_steps)
         header = torch.frombuffer(bytearray(json.dumps(manifest).encode()), dtype=torch.uint8)
         listener, self.listener = self.listener, None

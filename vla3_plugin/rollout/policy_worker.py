@@ -32,7 +32,7 @@ from vla3_plugin.telemetry.timeline import Timeline
 
 NAME = "vla3"
 WEIGHTS = "weights"  # Ray's name for the group of calls that share a thread and an event loop
-_RECEIVING = 8  # calls at once there; a publication that hangs on a dead peer is left behind
+_RECEIVING = 64  # calls at once there; a publication that hangs on a dead peer is left behind
 
 
 class PolicyServer(BaseRollout):
@@ -92,9 +92,12 @@ class PolicyServer(BaseRollout):
         def swap() -> None:
             with self.timeline.span("weights", "swap", version=global_steps):
                 self.served.policy.load_state_dict(state, strict=not partial)
-                self.served.version = -1  # of no use should what samples not take them
-                self.served.policy.renewed()
-                self.served.version = -1 if global_steps is None else global_steps
+                version = -1  # of no use should what samples not take them; while it does, this is no new process
+                try:
+                    self.served.policy.renewed()
+                    version = -1 if global_steps is None else global_steps
+                finally:
+                    self.served.version = version
 
         await self.lane.between_batches(swap)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 from tensordict import TensorDict
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.storage.bootstrap import StorageBootstrapProvider
@@ -29,6 +29,7 @@ from vla3_plugin.placement.fit import whereabouts
 from vla3_plugin.telemetry import traffic
 
 BACKEND = "SimpleStorage"
+_CPU = "CPU"  # as Ray names it; a unit takes one
 _NODES = "nodes"  # in the backend's config: each storage unit's node
 _routes: ContextVar[dict[int, str] | None] = ContextVar("vla3_store_routes", default=None)
 _EVERYWHERE: dict[int, str] = {}
@@ -168,15 +169,24 @@ def _size(value: Any) -> int:
 
 
 def initialize(conf: DictConfig) -> dict[str, Any]:
-    """TransferQueue's own start of the storage units; then where each has come to be goes into the config, which every
-    process gets. Any one may have to hold everything: nodes need not make as many samples."""
+    """TransferQueue's own start of the storage units, one at least on each node that has a CPU for it; then where each
+    has come to be goes into the config, which every process gets. Any one may have to hold everything: nodes need not
+    make as many samples."""
+    nodes = sum(node["Alive"] and node["Resources"].get(_CPU, 0) >= 1 for node in ray.nodes())
     storage = conf.backend[BACKEND]
-    size = storage.get("total_storage_size")
-    storage.total_storage_size = None if size is None else size * storage.num_data_storage_units
-    handles = _initialize(conf)
-    storage.total_storage_size = size
-    where = ray.get([handle.__ray_call__.remote(whereabouts) for handle in handles.values()])
-    storage[_NODES] = {storage.zmq_info[name].id: found["node_id"] for name, found in zip(handles, where, strict=True)}
+    if nodes < 2:
+        return _initialize(conf)
+    given = {name: storage.get(name) for name in ("total_storage_size", "required_node_resource")}
+    with open_dict(storage):
+        storage.num_data_storage_units = max(storage.num_data_storage_units, nodes)
+        if given["total_storage_size"] is not None:
+            storage.total_storage_size = given["total_storage_size"] * storage.num_data_storage_units
+        storage.required_node_resource = given["required_node_resource"] or _CPU  # it goes round all nodes with that
+        handles = _initialize(conf)
+        where = ray.get([handle.__ray_call__.remote(whereabouts) for handle in handles.values()])
+        units = [storage.zmq_info[name].id for name in handles]
+        storage[_NODES] = {unit: found["node_id"] for unit, found in zip(units, where, strict=True)}
+        storage.update(given)
     return handles
 
 

@@ -62,7 +62,7 @@ class Batch:
 
     @property
     def homes(self) -> dict[str, str]:
-        """The node on which each sample was stored; of resumed groups one that is no more."""
+        """The node on which each sample was stored; of resumed groups it is not known."""
         return {key: t["node"] for t in self.trajectories if "node" in t for key in t["keys"]}
 
     @property

@@ -45,7 +45,9 @@ def restore(admission: Admission, state: State) -> None:
     """Put the saved groups where they were: ready, or started with some of their episodes finished."""
     admission.dropped, admission.dropped_groups = dict(state.get("dropped", {})), list(state.get("dropped_groups", ()))
     for saved in state.get("groups", []):
-        group = Group(saved["index"], saved["admitted_under"], list(saved["trajectories"]))
+        # their samples lie with who restores them, not where they were made
+        found = [{name: value for name, value in t.items() if name != "node"} for t in saved["trajectories"]]
+        group = Group(saved["index"], saved["admitted_under"], found)
         admission.replay.remove(group.index)
         whole = len(group.trajectories) == admission.group_size
         (admission.ready if whole else admission.started)[group.index] = group
