@@ -66,5 +66,5 @@ def test_each_rank_holds_the_whole_policy_and_its_part_of_adams_states():
         return [parts[name]["bytes"] for name in ("actor weights", "actor gradients", "adamw states")]
 
     assert bytes_of() == [4000, 4000, 8000]
-    assert bytes_of(whole_ranks=True) == [16000, 16000, 8000]
-    assert bytes_of(whole_ranks=True, whole_states=True) == [16000, 16000, 32000]
+    assert bytes_of(shards=1, state_shards=4) == [16000, 16000, 8000]
+    assert bytes_of(shards=1) == [16000, 16000, 32000]

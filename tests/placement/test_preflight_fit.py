@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from omegaconf import OmegaConf
 
 from vla3_plugin.config import VLA3Config
 from vla3_plugin.placement import memory
@@ -57,3 +58,21 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(monkeypatch, device, h
 def test_a_launcher_that_sees_no_device_leaves_the_device_side_to_the_nodes(monkeypatch):
     free(monkeypatch, 10**12, None)
     assert preflight._fit(estimate("cuda"), VLA3Config()) == []
+
+
+@pytest.mark.parametrize(("fsdp_size", "copies"), [(-1, 1), (8, 1), (2, 2), (1, 4)])
+def test_learner_ranks_that_do_not_share_parameters_have_a_copy_each(fsdp_size, copies):
+    """Cells, and the quickstart's two ranks: they were counted as one copy in parts."""
+    actor = {"strategy": "fsdp2", "ppo_micro_batch_size_per_gpu": 1, "fsdp_config": {"fsdp_size": fsdp_size}}
+    rollout = {"n_gpus_per_node": 1, "nnodes": 1, "name": "vla3"}
+    model = {"enable_gradient_checkpointing": False, "options": {}}
+    config = OmegaConf.create(
+        {
+            "trainer": {"n_gpus_per_node": 4, "nnodes": 1, "device": "cpu", "test_freq": -1},
+            "actor_rollout_ref": {"actor": actor, "rollout": rollout, "model": model},
+        }
+    )
+    parts = preflight._memory(config, VLA3Config(), {"parameters": 1000})["parts"]
+    found = [parts[name]["bytes"] for name in ("actor weights", "actor gradients", "adamw states")]
+    assert found == [4000 * copies, 4000 * copies, 8000 * copies]
+    assert ("in 4 copies" in parts["actor weights"]["how"]) == (copies == 4)

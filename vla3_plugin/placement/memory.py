@@ -84,8 +84,8 @@ def estimate(
     reference: bool = False,
     evaluation_copy: bool = False,
     through_vllm: bool = False,
-    whole_ranks: bool = False,
-    whole_states: bool = False,
+    shards: int | None = None,
+    state_shards: int | None = None,
     micro_batch: int = 1,
     policy_batch: int = 1,
     towers: Sequence[Tower] = (),
@@ -105,11 +105,11 @@ def estimate(
     Args:
         parameters, trainable: of the policy; trainable is all of them unless given (LoRA, frozen backbone).
         dtype: of forward and backward; master weights, gradients and AdamW states are float32 as verl's FSDP has them.
-        actor_workers, policy_workers: learner ranks (weights sharded between them) and inference replicas (each whole).
+        actor_workers, policy_workers: learner ranks and inference replicas (each whole).
+        shards, state_shards: how many learner ranks share one copy of weights and gradients, and one of Adam's states:
+            all unless given, ``fsdp_size`` in cells, with megatron 1 and (with its distributed optimizer) all.
         reference: a frozen copy of the policy in each learner rank's shard.
         evaluation_copy: each inference replica keeps the version that is being evaluated as well.
-        whole_ranks, whole_states: each learner rank holds all weights and gradients (megatron), and all of Adam's
-            states (without its distributed optimizer).
         through_vllm: inference replicas keep weights and what arrives in host memory, and sample with vLLM's copy.
         micro_batch, policy_batch: samples of one backward on one rank, and of one inference batch.
         towers: transformer stacks of the policy; none means that activations are not counted, and the part says so.
@@ -137,12 +137,18 @@ def estimate(
     tensors = "device" if device == "cuda" else "host"
     served = "host" if through_vllm else tensors
     whole, learnt = f"{parameters / 1e6:,.1f}M parameters", f"{trainable / 1e6:,.1f}M trainable"
-    held, all_states = actor_workers if whole_ranks else 1, actor_workers if whole_states else 1
-    times = f" on each of {actor_workers} rank(s)" if whole_ranks else ""
+    shards = actor_workers if shards is None else shards
+    held, all_states = actor_workers // shards, actor_workers // (shards if state_shards is None else state_shards)
+    times, times_states = (f" in {copies} copies" if copies > 1 else "" for copies in (held, all_states))
     rows: list[tuple[str, int, str, str]] = [
         ("actor weights", 4 * parameters * held, tensors, f"{whole} x 4 B (float32 master){times}"),
         ("actor gradients", 4 * trainable * held, tensors, f"{learnt} x 4 B{times}"),
-        (f"{optimizer} states", 4 * states * trainable * all_states, tensors, f"{learnt} x {states} x 4 B"),
+        (
+            f"{optimizer} states",
+            4 * states * trainable * all_states,
+            tensors,
+            f"{learnt} x {states} x 4 B{times_states}",
+        ),
         ("reference weights", size * parameters * reference * held, tensors, f"{whole} x {size} B{times}"),
         ("policy weights", size * parameters * policy_workers, served, f"{policy_workers} x {whole} x {size} B"),
         ("policy receive buffer", size * parameters * policy_workers, served, "a version arrives while one serves"),
@@ -156,7 +162,7 @@ def estimate(
     if evaluation_copy:
         how = "the version that is evaluated while newer ones serve"
         rows.append(("policy evaluation copy", size * parameters * policy_workers, tensors, how))
-    if (actor_workers > 1 or size < 4) and not whole_ranks:
+    if shards > 1 or size < 4:
         how = f"{whole} x {size} B at most, on each of {actor_workers} rank(s)"
         rows.append(("actor gathered layers", size * parameters * actor_workers, tensors, how))
     if towers:

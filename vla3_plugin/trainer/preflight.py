@@ -149,16 +149,18 @@ def _memory(config: Any, vla3: VLA3Config, policy: dict[str, Any]) -> dict[str, 
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     slots = vla3.env.shards_per_worker * vla3.env.envs_per_shard
     through_vllm, megatron = config_cross.samples_through_vllm(config), actor.strategy == "megatron"
+    ranks = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    in_cell = ranks if megatron or actor.fsdp_config.fsdp_size in (-1, 0) else min(ranks, actor.fsdp_config.fsdp_size)
     return memory.estimate(
         parameters=int(policy["parameters"]),
         trainable=int(policy.get("trainable", policy["parameters"])),
-        actor_workers=config.trainer.n_gpus_per_node * config.trainer.nnodes,
+        actor_workers=ranks,
         policy_workers=rollout.n_gpus_per_node * rollout.nnodes,
         reference=vla3.algorithm.kl_beta > 0,
         evaluation_copy=config_cross.evaluation_overlaps(vla3, through_vllm) and config.trainer.test_freq > 0,
         through_vllm=through_vllm,
-        whole_ranks=megatron,
-        whole_states=megatron and not actor.megatron.use_distributed_optimizer,
+        shards=1 if megatron else in_cell,
+        state_shards=1 if megatron and not actor.megatron.use_distributed_optimizer else in_cell,
         micro_batch=actor.ppo_micro_batch_size_per_gpu,
         policy_batch=slots,
         checkpointing=config.actor_rollout_ref.model.enable_gradient_checkpointing,
