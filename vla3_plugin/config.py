@@ -57,7 +57,7 @@ class AlgorithmConfig:
     gae_lambda: float = 0.95
     bootstrap_type: str = "standard"  # standard: on truncation only | always
     normalize_advantages: bool = True
-    advantage_statistics: str = "batch"  # batch | previous: mean and deviation of the global batch before this one
+    advantage_statistics: str = "batch"  # mean and deviation of the batch | mini_batch | previous batch
     norm_adv_by_std_in_grpo: bool = True
     clip_ratio_low: float = 0.2
     clip_ratio_high: float = 0.2

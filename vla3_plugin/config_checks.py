@@ -105,7 +105,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "algorithm.loss_type": ("actor", "actor_critic"),
     "algorithm.bootstrap_type": ("standard", "always"),
     "algorithm.kl_penalty": ("k1", "k2", "k3"),
-    "algorithm.advantage_statistics": ("batch", "previous"),
+    "algorithm.advantage_statistics": ("batch", "mini_batch", "previous"),
     "algorithm.mini_batches": ("samples", "episodes"),
     "evaluation.mode": ("ode", "both"),
     "publish": ("trained", "all"),
@@ -230,9 +230,15 @@ def _streaming_faults(a: AlgorithmConfig) -> list[str]:
     faults = []
     if a.adv_type == "gae" and a.normalize_advantages and a.advantage_statistics == "batch":
         faults.append(
-            "vla3.algorithm.advantage_statistics: 'batch' with vla3.stages.streaming.enabled, expected 'previous': the "
-            "mean and deviation of a batch are not known while it arrives"
+            "vla3.algorithm.advantage_statistics: 'batch' with vla3.stages.streaming.enabled, expected 'mini_batch' or "
+            "'previous': the mean and deviation of a batch are not known while it arrives"
         )
+    if a.adv_type == "gae" and a.normalize_advantages and a.advantage_statistics == "mini_batch":
+        if a.num_mini_batches == 1:
+            faults.append(
+                "vla3.algorithm.advantage_statistics: 'mini_batch' with vla3.stages.streaming.enabled and "
+                "num_mini_batches = 1: training would wait for the whole batch; raise that, or use 'previous'"
+            )
     if a.num_mini_batches > 1 and a.mini_batches == "samples":
         faults.append(
             "vla3.algorithm.mini_batches: 'samples' with vla3.stages.streaming.enabled and num_mini_batches = "

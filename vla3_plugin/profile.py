@@ -64,10 +64,17 @@ def policy_choice(published: str) -> str:
     return "nano" if resolve_profile() == "cpu" else published
 
 
+def streamed_statistics(num_mini_batches: int) -> str:
+    """What advantages are normalised by where they stream in: the mini-batch's own, where waiting for it leaves any of
+    the batch to stream."""
+    return "mini_batch" if num_mini_batches > 1 else "previous"
+
+
 def register_resolvers() -> None:
     from omegaconf import OmegaConf
 
     OmegaConf.register_new_resolver("vla3_profile", resolve_profile, replace=True)
+    OmegaConf.register_new_resolver("vla3_statistics", streamed_statistics, replace=True)
     OmegaConf.register_new_resolver("vla3_engine", engine_choice, replace=True)
     OmegaConf.register_new_resolver("vla3_policy", policy_choice, replace=True)
     OmegaConf.register_new_resolver("vla3_device", lambda: "cuda" if has_gpu() else "cpu", replace=True)

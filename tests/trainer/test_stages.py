@@ -11,12 +11,13 @@ from vla3_plugin.telemetry.trace import read_trace
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 # the same mathematics with and without the stages: what a streamed batch cannot have is given up in both
-SAME = ["vla3.algorithm.advantage_statistics=previous", "vla3.algorithm.mini_batches=episodes"]
+SAME = ["vla3.algorithm.mini_batches=episodes", "vla3.algorithm.advantage_statistics=mini_batch"]
 ON = [f"vla3.stages.{stage}.enabled=true" for stage in ("interaction", "streaming", "training")]
 GRPO = [
     "vla3.algorithm.adv_type=grpo", "vla3.algorithm.loss_type=actor", "vla3.algorithm.group_size=4",
     "vla3.algorithm.logprob_type=token", "vla3.algorithm.update_epoch=1",
 ]  # fmt: skip
+KINDS = {"ppo": [], "previous": ["vla3.algorithm.advantage_statistics=previous"], "grpo": GRPO}
 SHORT = ["trainer.total_training_steps=3", "trainer.save_freq=3", "trainer.val_before_train=false"]
 
 
@@ -40,7 +41,7 @@ def synchronous(launch, line, tmp_path_factory):
 
     def get(kind):
         if kind not in runs:
-            extra = GRPO if kind == "grpo" else []
+            extra = KINDS[kind]
             runs[kind] = launch(tmp_path_factory.mktemp(kind) / "run", *line, *SAME, *SHORT, *extra)
         return runs[kind]
 
@@ -48,12 +49,13 @@ def synchronous(launch, line, tmp_path_factory):
 
 
 # GRPO on two learner ranks is further below
-@pytest.mark.parametrize("kind", ["ppo", pytest.param("grpo", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "kind", ["ppo", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("previous", "grpo"))]
+)
 def test_all_stages_at_lag_0_learn_what_the_synchronous_run_learns(synchronous, launch, line, tmp_path, kind):
     """Two mini-batches; PPO with a critic and two epochs, GRPO at token level: the same parameters in the end."""
-    extra = GRPO if kind == "grpo" else []
     run = launch(
-        tmp_path / "run", *line, *SAME, *SHORT, *extra, *ON, "vla3.stages.training.max_staleness=0",
+        tmp_path / "run", *line, *SAME, *SHORT, *KINDS[kind], *ON, "vla3.stages.training.max_staleness=0",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=10",
     )  # fmt: skip
     assert_same_policy(weights(synchronous(kind)), weights(run))

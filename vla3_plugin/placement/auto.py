@@ -21,13 +21,14 @@ from vla3_plugin.placement.memory import GB, available_memory
 from vla3_plugin.placement.plan import Plan, plan, settings_of
 from vla3_plugin.placement.profile_file import Profile, read_profile
 from vla3_plugin.placement.spec import KEY, Cluster, SpecError
-from vla3_plugin.profile import joins_a_cluster
+from vla3_plugin.profile import joins_a_cluster, streamed_statistics
 
 if TYPE_CHECKING:
     from vla3_plugin.config import VLA3Config
 
 CHOICE_FILE = "placement_choice.json"  # in the run directory
 SECONDS = 8.0  # of simulation, at start
+_STATISTICS = "vla3.algorithm.advantage_statistics"
 _OF_THE_RUN = ("data.train_batch_size", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu")  # planned for as given
 _TRIED = 100  # plans, best first, until one passes the config's checks
 
@@ -84,6 +85,8 @@ def choose(config: Any, vla3: VLA3Config, cluster: Cluster) -> tuple[Choice | No
     first: list[str] = []
     for rank, found in enumerate(plans[:_TRIED]):
         settings = {key: value for key, value in settings_of(found.candidate).items() if key not in _OF_THE_RUN}
+        if _STATISTICS in settings:  # a plan knows of no mini-batches
+            settings[_STATISTICS] = streamed_statistics(vla3.algorithm.num_mini_batches)
         if not (faults := _faults(config, vla3, settings)):
             return Choice(settings, _why(found, rank, len(plans), cluster)), []
         first = first or faults

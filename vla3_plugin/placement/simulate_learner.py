@@ -183,6 +183,8 @@ class Trainer:
             sent: deque[Event] = deque()
             while len(self.admission.taken) < limit:
                 piece = yield from self._groups(limit, size + 1 - pending)
+                while schedule.whole_mini_batches and len(self.admission.taken) < limit:
+                    piece += yield from self._groups(limit)
                 count = self._samples(piece)
                 groups += piece
                 samples += count

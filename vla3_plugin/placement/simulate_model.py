@@ -140,6 +140,7 @@ class Schedule:
     micro_batch: int = 32  # samples a rank
     epochs: int = 1
     mini_batches: int = 1
+    whole_mini_batches: bool = False  # their advantages are normalised together, so that each must be complete
     recompute: bool = True  # decoupled: proximal log-probs by a pass of their own, where they are not in hand
     bootstrap: bool = True  # GAE: the value of the last observation of an episode that was cut
 
@@ -238,6 +239,7 @@ def workload_of(config: Mapping[str, Any], host: HostCosts | None = None, name: 
             micro_batch=roles["actor"]["ppo_micro_batch_size_per_gpu"],
             epochs=algorithm["update_epoch"],
             mini_batches=algorithm["num_mini_batches"],
+            whole_mini_batches=algorithm["adv_type"] == "gae" and algorithm["advantage_statistics"] == "mini_batch",
             recompute=training["correction"] != "none" and training["proximal"] == "recompute",
             bootstrap=algorithm["adv_type"] == "gae",
         ),

@@ -141,8 +141,9 @@ _LEAST_DEVIATION, _MOST_DEVIATIONS = 1e-6, 10.0
 
 
 class AdvantageScale:
-    """How advantages are normalised: by the moments of the batch at hand (``batch``), or by those of the global batch
-    before it (``previous``), which are known before the batch is complete. The first batch always uses its own.
+    """How advantages are normalised: by the moments of what is at hand, the whole batch (``batch``) or each mini-batch
+    of the first epoch and then the whole (``mini_batch``), or by those of the global batch before it (``previous``),
+    which are known before anything is complete. The first batch always uses its own.
 
     A batch without spread (no success, a constant critic) says nothing about the next one's scale: the moments before
     it stay. Should the scale jump all the same, ``previous`` cuts at ten deviations instead of letting one sample
@@ -155,16 +156,18 @@ class AdvantageScale:
 
     @property
     def needs_whole_batch(self) -> bool:
-        return self.statistics == "batch" or self.previous is None
+        return self.statistics == "batch" or (self.statistics == "previous" and self.previous is None)
 
     def __call__(self, advantage: Tensor, live: Tensor) -> Tensor:
         self._seen += adv.Moments.of(advantage, live)
+        if self.statistics == "previous" and self.previous is not None:
+            return adv.normalise(advantage, live, *self.previous).clamp(-_MOST_DEVIATIONS, _MOST_DEVIATIONS)
         return self.again(advantage, live)
 
     def again(self, advantage: Tensor, live: Tensor) -> Tensor:
-        """The same for advantages that are computed a second time: they count once."""
-        if not self.needs_whole_batch and self.previous is not None:
-            return adv.normalise(advantage, live, *self.previous).clamp(-_MOST_DEVIATIONS, _MOST_DEVIATIONS)
+        """Of advantages that are computed a second time, with other values and by then of the whole batch: by their own
+        moments. (The former batch's, of values of another age, are off by as much as the critic learns in a step.)
+        """
         return adv.whiten(advantage, live) if int(live.sum()) > 1 else advantage
 
     def end_of_batch(self) -> None:

@@ -43,16 +43,18 @@ def evaluate(trainer: VLA3Trainer, batch: Batch) -> None:
 
 
 def carry_over(trainer: VLA3Trainer, batch: Batch) -> None:
-    """Between the first epoch, streamed, and the later ones: advantages anew, with the values that were kept."""
-    if not kept(trainer):
-        return
-    # samples that weigh nothing were not trained on; a store hands out only fields that all asked-for rows have
-    missing = [*(set(batch.keys) - set(batch.trained_keys)), *batch.padding]
-    if missing:
-        own = store.get_fields(missing, [fields.LOGPROB, fields.VALUE])
-        store.put_fields(missing, {fields.PROXIMAL: own[fields.LOGPROB], fields.LEARNER_VALUE: own[fields.VALUE]})
-    if _stale(trainer, batch) and trainer.vla3.algorithm.adv_type == "gae":
-        _take_values(trainer, batch)
+    """Between the first epoch, streamed, and the later ones: advantages anew, with the values that were kept, and
+    normalised together where each mini-batch was by itself."""
+    gae = trainer.vla3.algorithm.adv_type == "gae"
+    if kept(trainer):
+        # samples that weigh nothing were not trained on; a store hands out only fields that all asked-for rows have
+        missing = [*(set(batch.keys) - set(batch.trained_keys)), *batch.padding]
+        if missing:
+            own = store.get_fields(missing, [fields.LOGPROB, fields.VALUE])
+            store.put_fields(missing, {fields.PROXIMAL: own[fields.LOGPROB], fields.LEARNER_VALUE: own[fields.VALUE]})
+        if gae and _stale(trainer, batch):
+            _take_values(trainer, batch)
+    if gae and ((kept(trainer) and _stale(trainer, batch)) or trainer.scale.statistics == "mini_batch"):
         trainer.compute_advantages(batch, again=True)
 
 

@@ -12,6 +12,7 @@ from vla3_plugin.rollout import store
 from vla3_plugin.rollout.stopping import Stopped
 from vla3_plugin.rollout.store_nodes import by_node
 from vla3_plugin.trainer import proximal
+from vla3_plugin.trainer.admission import Group
 from vla3_plugin.trainer.batch import Batch, combine, padding_rows, write_padding_rows
 from vla3_plugin.trainer.parity import check_parity
 
@@ -117,14 +118,17 @@ def train_arriving(trainer: VLA3Trainer, metrics: dict[str, Any]) -> Batch:
     prepared: list[tuple[dict[str, float], int]] = []
     for done, limit in enumerate(limits(trainer)):
         stream = MicroBatches(trainer, end_of_update=limit == trainer.groups_per_step, done=done)
+        groups: list[Group] = []
         while len(trainer.feeder.admission.taken) < limit:
             try:
                 # no more than that at a time: the learner begins while the next ones' advantages are computed; but the
                 # run's first parity check, which may refuse it, sees all there is
-                groups = trainer.feeder.groups(limit, stream.wanted if trainer.checked_parity else math.inf)
+                groups += trainer.feeder.groups(limit, stream.wanted if trainer.checked_parity else math.inf)
             except Stopped:
                 stream.settle()  # a checkpoint follows, and its collectives must not meet those of a gradient
                 raise
+            if normalised_together(trainer) and len(trainer.feeder.admission.taken) < limit:
+                continue
             piece = Batch([t for g in groups for t in g.trajectories], divisor=trainer.dp_size, origin="piece")
             write_padding_rows(trainer.actor_rollout_wg, piece.keys, piece.padding)
             if not done:  # later the learner is no longer what it was before the step
@@ -134,6 +138,7 @@ def train_arriving(trainer: VLA3Trainer, metrics: dict[str, Any]) -> Batch:
             prepared.append((trainer.prepare(piece), len(piece.keys)))
             stream.add(piece.trained_keys, piece.homes)
             batch.join(piece)
+            groups = []
         _finish(stream, batch, found)
     metrics.update(combine(prepared) | _means(found))
     batch.sort()
@@ -142,17 +147,42 @@ def train_arriving(trainer: VLA3Trainer, metrics: dict[str, Any]) -> Batch:
     return batch
 
 
+def normalised_together(trainer: VLA3Trainer) -> bool:
+    """Whether a mini-batch's advantages need all of it."""
+    algorithm = trainer.vla3.algorithm
+    return algorithm.adv_type == "gae" and algorithm.normalize_advantages and trainer.scale.statistics == "mini_batch"
+
+
+def parts(trainer: VLA3Trainer, batch: Batch) -> list[Batch]:
+    """The mini-batches of the first epoch over a batch that is complete."""
+    size, start, found = trainer.vla3.algorithm.group_size, 0, []
+    for limit in limits(trainer):
+        found.append(Batch(batch.trajectories[start * size : limit * size], divisor=1))
+        start = limit
+    return found
+
+
+def prepare_parts(trainer: VLA3Trainer, batch: Batch) -> dict[str, float]:
+    """``VLA3Trainer.prepare`` of a batch that is complete, each mini-batch as if it came alone where that matters."""
+    if not normalised_together(trainer):
+        return trainer.prepare(batch)
+    pieces = parts(trainer, batch)
+    if trainer.use_reference_policy:
+        trainer.reference_logprobs(batch)
+    found = [(trainer.compute_advantages(piece), len(piece.keys)) for piece in pieces]
+    batch.trained_keys = [key for piece in pieces for key in piece.trained_keys]
+    batch.values = [values for piece in pieces for values in piece.values]
+    return combine(found)
+
+
 def train_in_order(trainer: VLA3Trainer, batch: Batch, metrics: dict[str, Any]) -> None:
     """The same first epoch over a batch that is complete: what a streamed one is compared with."""
-    size = trainer.vla3.algorithm.group_size
     found: Found = {}
-    start, trained = 0, set(batch.trained_keys)
-    for done, limit in enumerate(limits(trainer)):
-        stream = MicroBatches(trainer, end_of_update=limit == trainer.groups_per_step, done=done)
-        part = batch.trajectories[start * size : limit * size]
-        stream.add([key for t in part for key in t["keys"] if key in trained], batch.homes)
+    trained, pieces = set(batch.trained_keys), parts(trainer, batch)
+    for done, part in enumerate(pieces):
+        stream = MicroBatches(trainer, end_of_update=done == len(pieces) - 1, done=done)
+        stream.add([key for key in part.keys if key in trained], batch.homes)
         _finish(stream, batch, found)
-        start = limit
     metrics.update(_means(found))
 
 

@@ -259,7 +259,7 @@ class VLA3Trainer(PPOTrainer):
             with marked_timer("prepare", timing_raw, color="brown"):
                 if self.vla3.algorithm.adv_type == "gae" and not self._in_order:
                     proximal.evaluate(self, batch)  # first, because advantages need its values
-                metrics.update(self.prepare(batch))
+                metrics.update(streaming.prepare_parts(self, batch) if self._in_order else self.prepare(batch))
             if batch.trained_keys:
                 with marked_timer("update", timing_raw, color="red"), self.timeline.span("step", "update"):
                     self.train_whole_batch(batch, metrics)
