@@ -47,6 +47,14 @@ def test_the_defaults_are_valid():
         ({"stages": {"interaction": {"max_queue": 4, "max_batch_size": 8}}}, r"max_queue: 4, expected at least"),
         ({"stages": {"streaming": {"enabled": True}}}, r"advantage_statistics: 'batch' with vla3\.stages\.streaming"),
         (
+            {"stages": {"streaming": {"enabled": True}}, "algorithm": {"advantage_statistics": "mini_batch"}},
+            r"'mini_batch' with vla3\.stages\.streaming\.enabled and num_mini_batches = 1.*use 'previous'",
+        ),
+        (
+            {"algorithm": {"advantage_statistics": "mini_batch", "num_mini_batches": 2}},
+            r"advantage_statistics: 'mini_batch' with mini_batches: 'samples', expected 'episodes'",
+        ),
+        (
             {"stages": {"streaming": {"enabled": True}}, "algorithm": {"num_mini_batches": 2}},
             r"mini_batches: 'samples' with vla3\.stages\.streaming",
         ),

@@ -272,6 +272,12 @@ def _algorithm_faults(algorithm: AlgorithmConfig) -> list[str]:
         parse_level(algorithm.entropy_type, key="entropy_type")
     except ValueError as error:
         faults.append(f"vla3.algorithm.{error}")
+    a = algorithm
+    if a.advantage_statistics == "mini_batch" and a.mini_batches == "samples" and a.num_mini_batches > 1:
+        faults.append(
+            "vla3.algorithm.advantage_statistics: 'mini_batch' with mini_batches: 'samples', expected 'episodes': "
+            "advantages are known of whole episodes, before samples are shuffled; or use 'batch'"
+        )
     if algorithm.adv_type == "grpo" and algorithm.group_size < 2:
         faults.append(
             f"vla3.algorithm.group_size: {algorithm.group_size}, expected at least 2 with adv_type grpo: a group of "

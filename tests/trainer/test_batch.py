@@ -210,3 +210,17 @@ def test_previous_statistics_normalise_pieces_as_they_normalise_the_whole():
     whole.end_of_batch()
     pieces.end_of_batch()
     assert pieces.previous == pytest.approx(whole.previous)
+
+
+def test_mini_batches_are_normalised_each_by_itself_and_then_together():
+    """The former batch's mean is of a critic that knew less: what it leaves pushes all probabilities one way."""
+    scale, live = AdvantageScale("mini_batch"), torch.ones(8, 1, dtype=torch.bool)
+    assert not scale.needs_whole_batch
+    advantage = torch.arange(8.0)[:, None] ** 2
+    for part in (slice(0, 4), slice(4, 8)):
+        found = scale(advantage[part], live[part])
+        assert found.mean().item() == pytest.approx(0, abs=1e-5) and found.std().item() == pytest.approx(1, abs=1e-5)
+    scale.end_of_batch()
+    for statistics in ("mini_batch", "previous", "batch"):
+        again = AdvantageScale(statistics, previous=[100.0, 1.0]).again(advantage, live)
+        assert again.mean().item() == pytest.approx(0, abs=1e-5), "what is computed anew is complete"
