@@ -273,7 +273,8 @@ def _algorithm_faults(algorithm: AlgorithmConfig) -> list[str]:
     except ValueError as error:
         faults.append(f"vla3.algorithm.{error}")
     a = algorithm
-    if a.advantage_statistics == "mini_batch" and a.mini_batches == "samples" and a.num_mini_batches > 1:
+    normalises = a.adv_type == "gae" and a.normalize_advantages
+    if normalises and a.advantage_statistics == "mini_batch" and a.mini_batches == "samples" and a.num_mini_batches > 1:
         faults.append(
             "vla3.algorithm.advantage_statistics: 'mini_batch' with mini_batches: 'samples', expected 'episodes': "
             "advantages are known of whole episodes, before samples are shuffled; or use 'batch'"

@@ -6,6 +6,7 @@ that ``--cfg job`` shows what will run and every ordinary override still wins ov
 
 import os
 import sys
+from typing import Any
 
 PROFILES = ("cpu", "gpu")
 ENGINE = "VLA3_MODEL_ENGINE"
@@ -64,10 +65,11 @@ def policy_choice(published: str) -> str:
     return "nano" if resolve_profile() == "cpu" else published
 
 
-def streamed_statistics(num_mini_batches: int) -> str:
+def streamed_statistics(num_mini_batches: Any) -> str:
     """What advantages are normalised by where they stream in: the mini-batch's own, where waiting for it leaves any of
     the batch to stream."""
-    return "mini_batch" if num_mini_batches > 1 else "previous"
+    several = isinstance(num_mini_batches, int) and num_mini_batches > 1  # what is no number is refused elsewhere
+    return "mini_batch" if several else "previous"
 
 
 def register_resolvers() -> None:

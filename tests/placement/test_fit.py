@@ -27,15 +27,29 @@ def test_demand_counts_what_verl_reserves():
     assert demand(config(nodes=4)).gpus == 20
 
 
+def cluster(monkeypatch, there, nodes=({"CPU": 15, "GPU": 5},)):
+    monkeypatch.setattr(ray, "cluster_resources", lambda: there)
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": node} for node in nodes])
+
+
+def test_each_node_that_has_a_cpu_gets_a_storage_unit_which_needs_one(monkeypatch):
+    nodes = [{"CPU": 5, "GPU": 2}, {"CPU": 5, "GPU": 3}, {"CPU": 6}, {}]
+    cluster(monkeypatch, {"GPU": 5, "CPU": 16}, nodes)
+    check_cluster(config())
+    cluster(monkeypatch, {"GPU": 5, "CPU": 15}, nodes)
+    with pytest.raises(PlacementError, match=r"16 CPUs = .* \+ 3 storage units"):
+        check_cluster(config())
+
+
 @pytest.mark.parametrize("there", [{"GPU": 5, "CPU": 15}, {"GPU": 8, "CPU": 64, "memory": 1}])
 def test_a_placement_that_fits_is_accepted(monkeypatch, there):
-    monkeypatch.setattr(ray, "cluster_resources", lambda: there)
+    cluster(monkeypatch, there)
     check_cluster(config())
 
 
 @pytest.mark.parametrize("there", [{"GPU": 4, "CPU": 64}, {"GPU": 8, "CPU": 14}, {}])
 def test_a_placement_that_does_not_fit_is_refused_with_the_numbers(monkeypatch, there):
-    monkeypatch.setattr(ray, "cluster_resources", lambda: there)
+    cluster(monkeypatch, there)
     with pytest.raises(PlacementError, match="5 GPUs = 2 learner [+] 3 policy workers; 15 CPUs") as caught:
         check_cluster(config())
     assert f"{there.get('GPU', 0)} GPUs and {there.get('CPU', 0)} CPUs" in str(caught.value)

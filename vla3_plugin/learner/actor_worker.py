@@ -209,6 +209,9 @@ class ActorWorker(DetachActorWorker):
             if not everything:
                 weights = chain(weights, [(TRAINED_ONLY, torch.ones(1))])
             return await self.checkpoint_engine.send_weights(weights, global_steps=global_steps) or {}
+        except BaseException:
+            self._all_next |= everything  # nobody got it
+            raise
         finally:
             self.timeline.add(PUBLICATION, "send", start, clock.now(), version=global_steps)
 

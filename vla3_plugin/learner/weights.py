@@ -169,6 +169,8 @@ class GlooCheckpointEngine(CheckpointEngine):
                 pass
             return {}
         if self.listener is not None and self.listener.getsockname()[1] != self.relay.port:
+            for _ in weights:
+                pass
             raise RuntimeError("another attempt to publish has begun since this one was prepared")
         manifest, buffer = pack(weights, -1 if global_steps is None else global_steps)
         header = torch.frombuffer(bytearray(json.dumps(manifest).encode()), dtype=torch.uint8)

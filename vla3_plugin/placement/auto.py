@@ -86,7 +86,8 @@ def choose(config: Any, vla3: VLA3Config, cluster: Cluster) -> tuple[Choice | No
     for rank, found in enumerate(plans[:_TRIED]):
         settings = {key: value for key, value in settings_of(found.candidate).items() if key not in _OF_THE_RUN}
         if _STATISTICS in settings:  # a plan knows of no mini-batches
-            settings[_STATISTICS] = streamed_statistics(vla3.algorithm.num_mini_batches)
+            given, fitting = vla3.algorithm.advantage_statistics, streamed_statistics(vla3.algorithm.num_mini_batches)
+            settings[_STATISTICS] = given if given == "previous" else fitting
         if not (faults := _faults(config, vla3, settings)):
             return Choice(settings, _why(found, rank, len(plans), cluster)), []
         first = first or faults

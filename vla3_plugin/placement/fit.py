@@ -1,6 +1,6 @@
 """Whether the run's roles fit the Ray cluster. A placement group that does not fit would wait for ever."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vla3_plugin.profile import joins_a_cluster
@@ -72,7 +72,10 @@ def check_cluster(config: Any) -> None:
     """
     import ray
 
+    nodes = sum(node["Alive"] and node["Resources"].get("CPU", 0) >= 1 for node in ray.nodes())
     needed, there = demand(config), ray.cluster_resources()
+    if nodes > 1:  # each gets one: rollout.store_nodes
+        needed = replace(needed, storage_units=max(needed.storage_units, nodes))
     if there.get("GPU", 0) < needed.gpus or there.get("CPU", 0) < needed.cpus:
         raise PlacementError(
             f"the placement does not fit the Ray cluster: it needs {needed.arithmetic()}; the cluster has "

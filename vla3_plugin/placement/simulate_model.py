@@ -239,7 +239,9 @@ def workload_of(config: Mapping[str, Any], host: HostCosts | None = None, name: 
             micro_batch=roles["actor"]["ppo_micro_batch_size_per_gpu"],
             epochs=algorithm["update_epoch"],
             mini_batches=algorithm["num_mini_batches"],
-            whole_mini_batches=algorithm["adv_type"] == "gae" and algorithm["advantage_statistics"] == "mini_batch",
+            whole_mini_batches=algorithm["adv_type"] == "gae"
+            and algorithm["normalize_advantages"]
+            and algorithm["advantage_statistics"] == "mini_batch",
             recompute=training["correction"] != "none" and training["proximal"] == "recompute",
             bootstrap=algorithm["adv_type"] == "gae",
         ),
