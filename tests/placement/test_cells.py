@@ -37,6 +37,7 @@ def two_nodes(third_party, monkeypatch):
     from ray.cluster_utils import Cluster
 
     monkeypatch.setenv("PYTHONPATH", with_path(third_party))  # a joined cluster's workers inherit its own
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # ray's 15 has them wait for every other test
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "num_gpus": 2})
     cluster.add_node(num_cpus=8, num_gpus=2)
     yield cluster.address

@@ -85,8 +85,10 @@ def peers():
     from ray.cluster_utils import Cluster
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-    cluster.add_node(num_cpus=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_worker_niceness", "0")  # ray's 15 has them wait for every other test
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+        cluster.add_node(num_cpus=2)
     ray.init(address=cluster.address, log_to_driver=False)
     nodes = [node["NodeID"] for node in ray.nodes()]
     actor = ray.remote(num_cpus=0)(peer_class())
