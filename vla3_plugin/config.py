@@ -116,6 +116,11 @@ class TrainingStage:
     proximal: str = "recompute"  # recompute | interpolate
     behave_weight_threshold: float | None = 2.0  # decoupled: drops, truncated: cuts, what is further from the behaviour
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether samples of older versions are given what the learner says of them."""
+        return self.enabled and self.correction != "none" and self.proximal == "recompute"
+
 
 @dataclass
 class StagesConfig:

@@ -228,17 +228,17 @@ def _inline_faults(env: EnvConfig) -> list[str]:
 def _streaming_faults(a: AlgorithmConfig) -> list[str]:
     """What would need the whole batch before its first micro-batch."""
     faults = []
-    if a.adv_type == "gae" and a.normalize_advantages and a.advantage_statistics == "batch":
+    normalises = a.adv_type == "gae" and a.normalize_advantages
+    if normalises and a.advantage_statistics == "batch":
         faults.append(
             "vla3.algorithm.advantage_statistics: 'batch' with vla3.stages.streaming.enabled, expected 'mini_batch' or "
             "'previous': the mean and deviation of a batch are not known while it arrives"
         )
-    if a.adv_type == "gae" and a.normalize_advantages and a.advantage_statistics == "mini_batch":
-        if a.num_mini_batches == 1:
-            faults.append(
-                "vla3.algorithm.advantage_statistics: 'mini_batch' with vla3.stages.streaming.enabled and "
-                "num_mini_batches = 1: training would wait for the whole batch; raise that, or use 'previous'"
-            )
+    if normalises and a.advantage_statistics == "mini_batch" and a.num_mini_batches == 1:
+        faults.append(
+            "vla3.algorithm.advantage_statistics: 'mini_batch' with vla3.stages.streaming.enabled and "
+            "num_mini_batches = 1: training would wait for the whole batch; raise that, or use 'previous'"
+        )
     if a.num_mini_batches > 1 and a.mini_batches == "samples":
         faults.append(
             "vla3.algorithm.mini_batches: 'samples' with vla3.stages.streaming.enabled and num_mini_batches = "

@@ -191,14 +191,6 @@ def test_interpolated_proximal_is_the_behaviour_when_fresh_and_nears_the_current
     version = torch.tensor([7, 6, 4])
     proximal = interpolate_proximal(logprob=now, behaviour_logprob=then, version=version, version_now=7)
     assert proximal[:, 0, 0].tolist() == [0.0, 0.5, 0.75]
-    # a quarter of the update is done: what was before it is nearer; none is: it is the policy of this moment
-    for progress, expected in ((0.25, [0.0, 1 / 1.25, 3 / 3.25]), (0.0, [0.0, 1.0, 1.0])):
-        proximal = interpolate_proximal(
-            logprob=now, behaviour_logprob=then, version=version, version_now=7, progress=progress
-        )
-        assert proximal[:, 0, 0].tolist() == pytest.approx(expected)
-    with pytest.raises(ValueError, match=r"progress: 1\.5"):
-        interpolate_proximal(logprob=now, behaviour_logprob=then, version=version, version_now=7, progress=1.5)
     with pytest.raises(ValueError, match="version 7, newer than the learner's, 6"):
         interpolate_proximal(logprob=now, behaviour_logprob=then, version=version, version_now=6)
 

@@ -197,18 +197,18 @@ def test_in_a_later_mini_batch_old_samples_are_clipped_too_although_it_is_their_
     objective = Objective(AlgorithmConfig(), TrainingStage(enabled=True))
     logprob, now = torch.randn(6, CHUNK, DIM, dtype=torch.float64), 5
     found = {}
-    for progress in (0.0, 0.25):
+    for moved in (False, True):
         batch = old_samples()
-        tu.assign_non_tensor(batch, learner_version=now, first_pass=True, progress=progress)
-        found[progress] = objective._proximal(batch, logprob, batch[fields.LOGPROB])
+        tu.assign_non_tensor(batch, learner_version=now, first_pass=True, moved=moved)
+        found[moved] = objective._proximal(batch, logprob, batch[fields.LOGPROB])
         old = batch[fields.VERSION].flatten() < now
         kept = kept_logprobs(batch, logprob)
-        torch.testing.assert_close(kept[old], found[progress][old])  # later epochs are clipped around the same
+        torch.testing.assert_close(kept[old], found[moved][old])  # later epochs are clipped around the same
     behaviour = batch[fields.LOGPROB]
-    for age in (1, 2):
+    for age, share in ((1, 1 / 2), (2, 2 / 3)):
         rows = batch[fields.VERSION].flatten() == now - age
-        assert torch.equal(found[0.0][rows], logprob[rows])
-        torch.testing.assert_close(found[0.25][rows], torch.lerp(behaviour, logprob, age / (age + 0.25))[rows])
+        torch.testing.assert_close(found[False][rows], logprob[rows])
+        torch.testing.assert_close(found[True][rows], torch.lerp(behaviour, logprob, share)[rows])
     fresh = batch[fields.VERSION].flatten() == now
     for proximal in found.values():
         torch.testing.assert_close(proximal[fresh], behaviour[fresh])

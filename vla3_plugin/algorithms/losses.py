@@ -222,24 +222,17 @@ def decoupled_policy_loss(
 
 
 @torch.no_grad()
-def interpolate_proximal(
-    *, logprob: Tensor, behaviour_logprob: Tensor, version: Tensor, version_now: int, progress: float = 1.0
-) -> Tensor:
+def interpolate_proximal(*, logprob: Tensor, behaviour_logprob: Tensor, version: Tensor, version_now: int) -> Tensor:
     """Proximal log-probs without a second forward pass: behaviour + α (current − behaviour).
 
-    The proximal policy is the one before the update being computed, ``version_now``. ``progress``: how much of that
-    update the current one has behind it, 0 to 1. On the line from the sample's version to the current policy, on which
-    all updates are as long, the proximal one stands at α = (now − version) / (now + progress − version): 0 for fresh
-    samples, towards 1 with staleness, 1 before the update's first step. ``version`` int [N], broadcast over the other
-    dimensions of ``logprob``.
+    The proximal policy is the one before the update being computed. Seen on the line from the sample's version to
+    ``version_now`` + 1 (what the update will produce), it stands at α = (now − version) / (now + 1 − version): 0 for
+    fresh samples, towards 1 with staleness. ``version`` int [N], broadcast over the other dimensions of ``logprob``.
     """
-    if not 0 <= progress <= 1:
-        raise ValueError(f"progress: {progress}, expected the share of an update, 0 to 1")
     age = (version_now - version).to(logprob.dtype).view(-1, *[1] * (logprob.dim() - 1))
     if bool((age < 0).any()):
         raise ValueError(f"a sample has version {int(version.max())}, newer than the learner's, {version_now}")
-    share = age / (age + progress).clamp(min=torch.finfo(age.dtype).tiny)
-    return torch.lerp(behaviour_logprob.to(logprob), logprob, share)  # exact at both ends
+    return behaviour_logprob + age / (age + 1.0) * (logprob - behaviour_logprob)
 
 
 @torch.no_grad()

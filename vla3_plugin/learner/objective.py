@@ -127,8 +127,7 @@ class Objective:
         A streamed sample of an older version, seen for the first time, has its own version's; the learner's are these.
         """
         old, t = data[fields.VALUE], self.training
-        recomputed = t.enabled and t.correction != "none" and t.proximal == "recompute"
-        if not recomputed or not tu.get_non_tensor_data(data, "first_pass", False):
+        if not t.recomputes or not tu.get_non_tensor_data(data, "first_pass", False):
             return old
         stale = (data[fields.VERSION] < int(data["learner_version"])).view(-1, *[1] * (old.dim() - 1))
         return torch.where(stale, values.to(old), old)
@@ -138,23 +137,21 @@ class Objective:
 
         A sample of the learner's own version carries them already. For the others they were recomputed before the
         updates; a streamed micro-batch that is seen for the first time has them in hand, or, in a later mini-batch,
-        somewhat before those of the learner that has moved since. (Around these every ratio would be 1: nothing would
-        hold the rest of the first epoch near the policy that the step began with.)
+        between those of its own policy and of the learner that has moved. (Around the latter every ratio would be 1:
+        nothing would hold the rest of the first epoch near the policy that the step began with. Counted in updates that
+        one is closer to the learner of the moment; centred there, PickCube fell at two versions behind.)
         """
         now, version = int(data["learner_version"]), data[fields.VERSION].flatten()
         between = partial(losses.interpolate_proximal, behaviour_logprob=behaviour, version=version, version_now=now)
-        first_pass, progress = (
-            tu.get_non_tensor_data(data, *named) for named in (("first_pass", False), ("progress", 0.0))
-        )
         if self.training.proximal == "interpolate":
-            return between(logprob=logprob, progress=progress if first_pass else 1.0)
+            return between(logprob=logprob)
         recomputed = logprob
         if fields.PROXIMAL in data.keys():
             recomputed = granularity.aggregate_logprob(
                 data[fields.PROXIMAL], data[fields.STEP_MASK].bool(), logprob_type=self.algorithm.logprob_type
             )
-        elif first_pass:
-            recomputed = between(logprob=logprob, progress=progress)
+        elif tu.get_non_tensor_data(data, "first_pass", False):
+            recomputed = between(logprob=logprob) if tu.get_non_tensor_data(data, "moved", False) else logprob
         elif not bool((version >= now).all()):
             raise RuntimeError(
                 "samples of older versions have no proximal log-probs although this is not their first pass"
@@ -166,12 +163,13 @@ class Objective:
 def kept_logprobs(data: TensorDict, logprob: Tensor) -> Tensor:
     """What later epochs take for the proximal log-probs of a streamed micro-batch: those it was computed with at first,
     [N, C, D], or as ``Objective._proximal`` has it where the learner had moved."""
+    if not tu.get_non_tensor_data(data, "moved", False):
+        return logprob
     return losses.interpolate_proximal(
         logprob=logprob,
         behaviour_logprob=data[fields.LOGPROB].to(logprob),
         version=data[fields.VERSION].flatten().to(logprob.device),
         version_now=int(data["learner_version"]),
-        progress=tu.get_non_tensor_data(data, "progress", 0.0),
     )
 
 

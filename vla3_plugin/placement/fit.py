@@ -64,6 +64,14 @@ def demand(config: Any) -> Demand:
     )
 
 
+def storage_units(configured: int) -> int:
+    """How many the connected cluster gets: one at least on each node that has a CPU for it, see rollout.store_nodes."""
+    import ray
+
+    nodes = sum(node["Alive"] and node["Resources"].get("CPU", 0) >= 1 for node in ray.nodes())
+    return max(configured, nodes)
+
+
 def check_cluster(config: Any) -> None:
     """Refuse a placement that the connected cluster cannot hold.
 
@@ -72,10 +80,8 @@ def check_cluster(config: Any) -> None:
     """
     import ray
 
-    nodes = sum(node["Alive"] and node["Resources"].get("CPU", 0) >= 1 for node in ray.nodes())
     needed, there = demand(config), ray.cluster_resources()
-    if nodes > 1:  # each gets one: rollout.store_nodes
-        needed = replace(needed, storage_units=max(needed.storage_units, nodes))
+    needed = replace(needed, storage_units=storage_units(needed.storage_units))
     if there.get("GPU", 0) < needed.gpus or there.get("CPU", 0) < needed.cpus:
         raise PlacementError(
             f"the placement does not fit the Ray cluster: it needs {needed.arithmetic()}; the cluster has "

@@ -69,13 +69,10 @@ def _where(process: Process) -> str:
 
 
 def derive(config: Any, vla3: VLA3Config, placement: Placement) -> None:
-    """Set what follows: ranks, policy workers, env workers, a storage unit a node at least, and the cluster that the
-    numbers were read against."""
+    """Set what follows: ranks, policy workers, env workers, and the cluster that the numbers were read against."""
     vla3.placement.node_gpus = list(placement.cluster.gpus)
     vla3.env.workers = len(placement.components["env"])
-    storage = config.transfer_queue.backend.SimpleStorage
     with open_dict(config):
-        storage.num_data_storage_units = max(storage.num_data_storage_units, len(placement.cluster.gpus))
         for node, name in ((config.trainer, "actor"), (config.actor_rollout_ref.rollout, "rollout")):
             each = Counter(p.node for p in placement.components[name])
             even = len(set(each.values())) == 1

@@ -180,8 +180,7 @@ class PolicyWorker(CheckpointEngineWorker):
     async def _nothing(self, *_args: Any, **_kwargs: Any) -> None:
         """Control calls that only language-model servers need."""
 
-    wake_up = sleep = abort_all_requests = resume_generation = _nothing
-    clear_kv_cache = release_kv_cache = resume_kv_cache = start_profile = stop_profile = _nothing
+    wake_up = sleep = clear_kv_cache = start_profile = stop_profile = _nothing
 
 
 class PolicyReplica(RolloutReplica):

@@ -25,11 +25,10 @@ from transfer_queue.storage.bootstrap import StorageBootstrapProvider
 from transfer_queue.storage.managers import AsyncSimpleStorageManager, StorageManagerFactory
 from transfer_queue.storage.managers.simple_storage_manager import RoutingGroup
 
-from vla3_plugin.placement.fit import whereabouts
+from vla3_plugin.placement.fit import storage_units, whereabouts
 from vla3_plugin.telemetry import traffic
 
 BACKEND = "SimpleStorage"
-_CPU = "CPU"  # as Ray names it; a unit takes one
 _NODES = "nodes"  # in the backend's config: each storage unit's node
 _routes: ContextVar[dict[int, str] | None] = ContextVar("vla3_store_routes", default=None)
 _EVERYWHERE: dict[int, str] = {}
@@ -172,16 +171,15 @@ def initialize(conf: DictConfig) -> dict[str, Any]:
     """TransferQueue's own start of the storage units, one at least on each node that has a CPU for it; then where each
     has come to be goes into the config, which every process gets. Any one may have to hold everything: nodes need not
     make as many samples."""
-    nodes = sum(node["Alive"] and node["Resources"].get(_CPU, 0) >= 1 for node in ray.nodes())
     storage = conf.backend[BACKEND]
-    if nodes < 2:
+    if sum(node["Alive"] for node in ray.nodes()) < 2:
         return _initialize(conf)
     given = {name: storage.get(name) for name in ("total_storage_size", "required_node_resource")}
     with open_dict(storage):
-        storage.num_data_storage_units = max(storage.num_data_storage_units, nodes)
+        storage.num_data_storage_units = storage_units(storage.num_data_storage_units)
         if given["total_storage_size"] is not None:
             storage.total_storage_size = given["total_storage_size"] * storage.num_data_storage_units
-        storage.required_node_resource = given["required_node_resource"] or _CPU  # it goes round all nodes with that
+        storage.required_node_resource = given["required_node_resource"] or "CPU"  # it goes round nodes that have it
         handles = _initialize(conf)
         where = ray.get([handle.__ray_call__.remote(whereabouts) for handle in handles.values()])
         units = [storage.zmq_info[name].id for name in handles]

@@ -21,19 +21,14 @@ if TYPE_CHECKING:
     from vla3_plugin.trainer.trainer import VLA3Trainer
 
 
-def recomputed(trainer: VLA3Trainer) -> bool:
-    stage = trainer.vla3.stages.training
-    return stage.enabled and stage.correction != "none" and stage.proximal == "recompute"
-
-
 def kept(trainer: VLA3Trainer) -> bool:
     """Whether the first epoch, streamed, keeps what the learner says of each sample for later ones."""
-    return recomputed(trainer) and trainer.vla3.algorithm.update_epoch > 1
+    return trainer.vla3.stages.training.recomputes and trainer.vla3.algorithm.update_epoch > 1
 
 
 def evaluate(trainer: VLA3Trainer, batch: Batch) -> None:
     """Before the updates on a batch that is complete: one pass without gradients."""
-    if not recomputed(trainer) or not _stale(trainer, batch):
+    if not trainer.vla3.stages.training.recomputes or not _stale(trainer, batch):
         return
     trainer.learner_outputs(trainer.actor_rollout_wg, "compute_log_prob", trainer.per_rank(batch))
     found = store.get_fields(batch.keys, [fields.LEARNER_LOGPROB])

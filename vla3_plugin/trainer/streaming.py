@@ -27,15 +27,12 @@ class MicroBatches:
     """Cuts a mini-batch's samples into micro-batches as they come and sends them to the learner's ranks.
 
     The last one is held back until the mini-batch is complete, because the learner must know that it is the last: with
-    it go the one reduction and the optimizer step. Samples that weigh nothing are not sent. ``done``: how many
-    of the step's mini-batches have updated the learner.
+    it go the one reduction and the optimizer step. Samples that weigh nothing are not sent. ``moved``: an earlier
+    mini-batch of the step has updated the learner.
     """
 
-    def __init__(self, trainer: VLA3Trainer, end_of_update: bool, done: int) -> None:
-        self.trainer = trainer
-        # any update counts as a whole step: counted exactly (an eighth each, say) the clip is centred so near to the
-        # learner of the moment that samples two versions old hold nothing (benchmarks/README.md, "On three clocks")
-        self.progress = float(done > 0)
+    def __init__(self, trainer: VLA3Trainer, end_of_update: bool, moved: bool) -> None:
+        self.trainer, self.moved = trainer, moved
         self.end_of_update = end_of_update and trainer.vla3.algorithm.update_epoch == 1
         self.size = trainer.config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu * trainer.dp_size
         self._pending: list[str] = []
@@ -78,7 +75,7 @@ class MicroBatches:
             turn=next(self.trainer.turns),
             first=self._sent == 0,
             first_pass=True,
-            progress=self.progress,
+            moved=self.moved,
             last=last,
             end_of_update=last and self.end_of_update,
             keep=proximal.kept(self.trainer),
@@ -119,7 +116,7 @@ def train_arriving(trainer: VLA3Trainer, metrics: dict[str, Any]) -> Batch:
     found: Found = {}
     prepared: list[tuple[dict[str, float], int]] = []
     for done, limit in enumerate(limits(trainer)):
-        stream = MicroBatches(trainer, end_of_update=limit == trainer.groups_per_step, done=done)
+        stream = MicroBatches(trainer, end_of_update=limit == trainer.groups_per_step, moved=done > 0)
         groups: list[Group] = []
         while len(trainer.feeder.admission.taken) < limit:
             try:
@@ -182,7 +179,7 @@ def train_in_order(trainer: VLA3Trainer, batch: Batch, metrics: dict[str, Any]) 
     found: Found = {}
     trained, pieces = set(batch.trained_keys), parts(trainer, batch)
     for done, part in enumerate(pieces):
-        stream = MicroBatches(trainer, end_of_update=done == len(pieces) - 1, done=done)
+        stream = MicroBatches(trainer, end_of_update=done == len(pieces) - 1, moved=done > 0)
         stream.add([key for key in part.keys if key in trained], batch.homes)
         _finish(stream, batch, found)
     metrics.update(_means(found))
