@@ -34,6 +34,7 @@ def profile(args: argparse.Namespace) -> int:
     from vla3_plugin.policies.registry import load_policy
 
     config = compose_recipe(args.recipe, args.override)
+    algorithm = config.vla3.algorithm
     env, model = config.vla3.env, config.actor_rollout_ref.model
     options: Any = OmegaConf.to_container(env.options, resolve=True)
     settings: Any = OmegaConf.to_container(model.options, resolve=True)
@@ -51,7 +52,8 @@ def profile(args: argparse.Namespace) -> int:
     made = profile_of(
         measured, simulator, host=costs,
         micro_batch=int(config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu),
-        group_size=int(config.vla3.algorithm.group_size), epochs=int(config.vla3.algorithm.update_epoch),
+        group_size=int(algorithm.group_size), epochs=int(algorithm.update_epoch),
+        mini_batches=int(algorithm.num_mini_batches), advantage_statistics=str(algorithm.advantage_statistics),
         note=f"recipe {args.recipe}" + ("" if args.runs else "; host costs not measured (--runs)"),
     )  # fmt: skip
     made.save(args.out)

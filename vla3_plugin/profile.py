@@ -65,11 +65,11 @@ def policy_choice(published: str) -> str:
     return "nano" if resolve_profile() == "cpu" else published
 
 
-def streamed_statistics(num_mini_batches: Any) -> str:
+def streamed_statistics(num_mini_batches: Any, given: str = "batch") -> str:
     """What advantages are normalised by where they stream in: the mini-batch's own, where waiting for it leaves any of
-    the batch to stream."""
+    the batch to stream; the former batch's, where it does not or where those are ``given``."""
     several = isinstance(num_mini_batches, int) and num_mini_batches > 1  # what is no number is refused elsewhere
-    return "mini_batch" if several else "previous"
+    return "mini_batch" if several and given != "previous" else "previous"
 
 
 def register_resolvers() -> None:

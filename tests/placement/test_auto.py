@@ -67,6 +67,16 @@ def test_the_choice_is_set_passes_the_checks_and_says_why(compose):
     assert faults == [] and len(placement.cluster.gpus) == 1 and sum(placement.cluster.gpus) == 4
 
 
+@pytest.mark.parametrize("given", ["mini_batch", "previous"])
+def test_a_streamed_choice_plans_for_the_mini_batches_of_the_run(compose, given):
+    config, vla3 = compose("vla3.placement.node_gpus=[8]", f"vla3.algorithm.advantage_statistics={given}",
+                           "vla3.algorithm.num_mini_batches=4")  # fmt: skip
+    choice, faults = auto.choose(config, vla3, resolve.cluster_of(config, vla3.placement))
+    assert faults == [] and choice.settings["vla3.stages.streaming.enabled"]
+    assert choice.settings["vla3.algorithm.advantage_statistics"] == given
+    assert "vla3.algorithm.num_mini_batches" not in choice.settings, "the run's own"
+
+
 def test_a_dear_learner_gets_more_devices_and_dear_simulators_more_policy_workers(compose):
     def learners(file):
         config, vla3 = compose("vla3.placement.node_gpus=[8]", file=file)

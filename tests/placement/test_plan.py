@@ -150,6 +150,41 @@ def test_what_the_one_driver_does_for_every_sample_does_not_scale():
     assert quick(profile(), 64, 8, episodes=256)[0].samples_per_s > 1500
 
 
+def _streamed(found, batch=64):
+    return [c for c in candidates(found, 8, 1, batch) if c.work.schedule.streaming]
+
+
+@pytest.mark.parametrize(
+    "change, whole, statistics",
+    [
+        ({"mini_batches": 4}, True, "mini_batch"),
+        ({"mini_batches": 4, "advantage_statistics": "previous"}, False, "previous"),
+        ({"mini_batches": 4, "group_size": 8}, False, "previous"),  # a group's advantages are its own
+        ({"mini_batches": 1}, False, "previous"),
+    ],
+)
+def test_a_streamed_plan_of_ppo_waits_for_whole_mini_batches_and_says_so_in_its_config(change, whole, statistics):
+    for found in _streamed(profile().but(**change)):
+        assert found.work.schedule.whole_mini_batches is whole
+        assert settings_of(found)["vla3.algorithm.advantage_statistics"] == statistics
+
+
+def test_every_mini_batch_pays_for_its_reduction():
+    dear = profile(host=HostCosts(reduce_ms=2000.0))
+    four = dear.but(mini_batches=4)
+    assert max(estimate(c.work) for c in _streamed(four)) < 0.6 * max(estimate(c.work) for c in _streamed(dear))
+    assert quick(four, 8)[0].samples_per_s < 0.6 * quick(dear, 8)[0].samples_per_s
+
+
+def test_no_plan_has_more_mini_batches_than_groups_whole_or_scaled_down():
+    many = profile().but(mini_batches=24)
+    for found in candidates(many, 8, 1, 16):
+        assert settings_of(found)["vla3.algorithm.num_mini_batches"] == 16
+    for found in _streamed(many, batch=64):
+        small, _ = scaled_down(found.work, environments=1)
+        assert small.schedule.groups_per_step >= small.schedule.mini_batches == 24
+
+
 @pytest.mark.parametrize("gpu", [False, True])
 def test_the_closed_form_is_near_the_simulation_that_it_chooses_candidates_for(gpu):
     for found in quick(profile(gpu=gpu, env_ms=150.0), 8):

@@ -21,15 +21,16 @@ from vla3_plugin.placement.memory import GB, available_memory
 from vla3_plugin.placement.plan import Plan, plan, settings_of
 from vla3_plugin.placement.profile_file import Profile, read_profile
 from vla3_plugin.placement.spec import KEY, Cluster, SpecError
-from vla3_plugin.profile import joins_a_cluster, streamed_statistics
+from vla3_plugin.profile import joins_a_cluster
 
 if TYPE_CHECKING:
     from vla3_plugin.config import VLA3Config
 
 CHOICE_FILE = "placement_choice.json"  # in the run directory
 SECONDS = 8.0  # of simulation, at start
-_STATISTICS = "vla3.algorithm.advantage_statistics"
-_OF_THE_RUN = ("data.train_batch_size", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu")  # planned for as given
+_OF_THE_RUN = (  # planned for as given
+    "data.train_batch_size", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "vla3.algorithm.num_mini_batches",
+)  # fmt: skip
 _TRIED = 100  # plans, best first, until one passes the config's checks
 
 
@@ -85,9 +86,6 @@ def choose(config: Any, vla3: VLA3Config, cluster: Cluster) -> tuple[Choice | No
     first: list[str] = []
     for rank, found in enumerate(plans[:_TRIED]):
         settings = {key: value for key, value in settings_of(found.candidate).items() if key not in _OF_THE_RUN}
-        if _STATISTICS in settings:  # a plan knows of no mini-batches
-            given, fitting = vla3.algorithm.advantage_statistics, streamed_statistics(vla3.algorithm.num_mini_batches)
-            settings[_STATISTICS] = given if given == "previous" else fitting
         if not (faults := _faults(config, vla3, settings)):
             return Choice(settings, _why(found, rank, len(plans), cluster)), []
         first = first or faults
@@ -135,7 +133,7 @@ def _kept(config: Any, vla3: VLA3Config) -> Choice | None:
 
 
 def _of_this_run(profile: Profile, config: Any, vla3: VLA3Config) -> Profile:
-    """The profile's times with the run's own group size, epochs and micro-batch.
+    """The profile's times with the run's own group size, epochs, mini-batches and micro-batch.
 
     Raises:
         ValueError: it is of another simulator.
@@ -152,6 +150,8 @@ def _of_this_run(profile: Profile, config: Any, vla3: VLA3Config) -> Profile:
         hardware=hardware,
         group_size=vla3.algorithm.group_size,
         epochs=vla3.algorithm.update_epoch,
+        mini_batches=vla3.algorithm.num_mini_batches,
+        advantage_statistics=vla3.algorithm.advantage_statistics,
         micro_batch=int(config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu),
     )
 

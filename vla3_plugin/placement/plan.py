@@ -26,6 +26,7 @@ from vla3_plugin.placement.plan_costs import (
 from vla3_plugin.placement.profile_file import Profile
 from vla3_plugin.placement.simulate import Prediction, simulate
 from vla3_plugin.placement.simulate_model import Layout, Schedule, Workload
+from vla3_plugin.profile import streamed_statistics
 
 SIMULATED = 8  # candidates
 CHUNK_STEPS = 20_000  # of one simulation, about
@@ -135,7 +136,7 @@ def scaled_down(work: Workload, environments: int = 128) -> tuple[Workload, int]
     """
     layout, schedule = work.layout, work.schedule
     common = math.gcd(layout.replicas, layout.ranks, layout.workers, schedule.groups_per_step)
-    wanted = max(1, layout.environments // environments)
+    wanted = max(1, min(layout.environments // environments, schedule.groups_per_step // schedule.mini_batches))
     factor = max(d for d in range(1, common + 1) if common % d == 0 and (d <= wanted or d == 1))
     small = replace(
         work,
@@ -198,19 +199,23 @@ def _environments(profile: Profile, replicas: int, nodes: int, batch: int) -> It
 
 def _schedules(profile: Profile, mode: str, shards: int, slots: int, batch: int, replicas: int) -> Iterator[Schedule]:
     rows = shards * slots
+    parts = max(1, min(profile.mini_batches, batch // profile.group_size))  # of whole groups
     base = Schedule(train_batch_size=batch, micro_batch=profile.micro_batch, group_size=profile.group_size,
-                    epochs=profile.epochs, bootstrap=profile.group_size == 1, max_batch_size=rows)  # fmt: skip
+                    epochs=profile.epochs, mini_batches=parts, bootstrap=profile.group_size == 1,
+                    max_batch_size=rows)  # fmt: skip
     for stages in (1, 2, 4):
         if shards >= stages:
             yield replace(base, pipeline_stage_num=stages)
     if mode == "collocated":
         return
+    whole = streamed_statistics(parts, profile.advantage_statistics) == "mini_batch"
     # the closed form cannot tell these apart, and the first of equals is simulated: the likely best comes first
     for limit in sorted({max(1, rows // 4), max(1, rows // 2), rows}, reverse=True):
         for wait in (0.0, 5.0):
             for staleness in (2, 1):
                 yield replace(base, interaction=True, streaming=True, training=True, max_batch_size=limit,
-                              max_wait_ms=wait, max_staleness=staleness)  # fmt: skip
+                              max_wait_ms=wait, max_staleness=staleness,
+                              whole_mini_batches=whole and base.bootstrap)  # fmt: skip
 
 
 def _candidate(profile: Profile, mode: str, layout: Layout, schedule: Schedule, nodes: int, per_node: int) -> Candidate:
@@ -251,7 +256,7 @@ def estimate(work: Workload) -> float:
     environment still waits for its own inference."""
     samples, host = work.schedule.train_batch_size * work.env.mean_chunks, work.host
     driver = (host.prepare_ms + host.prepare_ms_per_sample * samples) / 1e3
-    learner = closed_forms.learner_s(work) + host.reduce_ms / 1e3
+    learner = closed_forms.learner_s(work) + work.schedule.updates * host.reduce_ms / 1e3
     if not work.schedule.interaction:
         form = closed_forms.overlapping(work) if work.schedule.pipeline_stage_num > 1 else closed_forms.t_1(work)
         if work.layout.simulator_on_replica and work.schedule.pipeline_stage_num > 1:
@@ -295,10 +300,12 @@ def settings_of(candidate: Candidate) -> dict[str, Any]:
     if s.training:
         found["vla3.stages.training.max_staleness"] = s.max_staleness
     if s.streaming:  # what a streamed batch cannot have before it is complete
-        found |= {"vla3.algorithm.advantage_statistics": "previous", "vla3.algorithm.mini_batches": "episodes"}
+        statistics = "mini_batch" if s.whole_mini_batches else "previous"
+        found |= {"vla3.algorithm.advantage_statistics": statistics, "vla3.algorithm.mini_batches": "episodes"}
     return found | {
         "data.train_batch_size": s.train_batch_size,
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": s.micro_batch,
+        "vla3.algorithm.num_mini_batches": s.mini_batches,
     }
 
 

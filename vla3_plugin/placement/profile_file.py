@@ -105,6 +105,8 @@ class Profile:
     micro_batch: int = 8
     group_size: int = 1
     epochs: int = 1
+    mini_batches: int = 1
+    advantage_statistics: str = "batch"  # as the recipe has it
     note: str = ""
 
     def to_json(self) -> dict[str, Any]:

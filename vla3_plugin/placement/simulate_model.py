@@ -161,6 +161,11 @@ class Schedule:
         return self.train_batch_size // self.group_size
 
     @property
+    def updates(self) -> int:
+        """Optimizer steps of a step."""
+        return self.epochs * self.mini_batches
+
+    @property
     def staleness(self) -> int:
         return self.max_staleness if self.training else 0
 
