@@ -38,7 +38,8 @@ def profile(args: argparse.Namespace) -> int:
     env, model = config.vla3.env, config.actor_rollout_ref.model
     options: Any = OmegaConf.to_container(env.options, resolve=True)
     settings: Any = OmegaConf.to_container(model.options, resolve=True)
-    torch.set_num_threads(int(model.get("cpu_threads", 1)))
+    threads = int(model.get("cpu_threads") or 1)
+    of_rollout = int(model.get("rollout_cpu_threads") or threads)
     policy = load_policy(model.path, **settings)
     chunk = _chunk(policy, settings)
 
@@ -47,7 +48,9 @@ def profile(args: argparse.Namespace) -> int:
 
     gpu = env.name == "maniskill" and torch.cuda.is_available()
     simulator, observation = measure_env(env.name, make, args.processes, args.slots, chunk, args.env_seconds, gpu=gpu)
-    measured = measure_policy(policy, observation, args.batches, args.micro_batches, args.seconds)
+    measured = measure_policy(
+        policy, observation, args.batches, args.micro_batches, args.seconds, threads=(of_rollout, threads)
+    )
     costs = host_costs([host_points(read_run(run)) for run in args.runs]) if args.runs else HostCosts()
     made = profile_of(
         measured, simulator, host=costs,

@@ -50,6 +50,28 @@ def test_a_policy_and_a_simulator_of_known_times_are_measured_as_such():
     assert env.mean_chunks == 4 and [p[:2] for p in env.points["chunk"]] == [[1, 1], [1, 4], [2, 1], [2, 4]]
 
 
+def test_inference_is_measured_with_the_policy_workers_threads_and_training_with_the_learners():
+    import torch
+
+    before, used = torch.get_num_threads(), {"begin": set(), "forward": set()}
+
+    class Noting(LatencyPolicy):
+        def begin(self, *args, **kwargs):
+            used["begin"].add(torch.get_num_threads())
+            return super().begin(*args, **kwargs)
+
+        def forward(self, *args, **kwargs):
+            used["forward"].add(torch.get_num_threads())
+            return super().forward(*args, **kwargs)
+
+    _, observation = measure_env("latency", simulator, [1], [1, 2], chunk=8, seconds=0.01)
+    try:
+        measure_policy(Noting(LatencySettings()), observation, [1, 2], [1, 2], seconds=0.01, threads=(2, 1))
+    finally:
+        torch.set_num_threads(before)
+    assert used == {"begin": {2}, "forward": {1}}
+
+
 def test_one_batch_size_gives_no_line():
     with pytest.raises(ValueError, match="at least two different sizes"):
         measure_policy(None, None, [4], [2, 8])

@@ -63,9 +63,15 @@ def median_ms(function: Callable[[], Any], seconds: float, least: int = 3, most:
 
 
 def measure_policy(
-    policy: Any, observation: Observation, batches: Sequence[int], micro_batches: Sequence[int], seconds: float = 0.5
+    policy: Any,
+    observation: Observation,
+    batches: Sequence[int],
+    micro_batches: Sequence[int],
+    seconds: float = 0.5,
+    threads: tuple[int, int] = (1, 1),
 ) -> PolicyProfile:
-    """Inference, training and publication of a loaded policy, ``seconds`` a point.
+    """Inference, training and publication of a loaded policy, ``seconds`` a point. ``threads``: of the policy worker
+    and of the learner, where they compute on a CPU; this process is left with the latter.
 
     Raises:
         ValueError: fewer than two batch sizes: there is no line through one point; a policy that vLLM samples.
@@ -83,6 +89,7 @@ def measure_policy(
         )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     served = ServedPolicy(policy, device)
+    torch.set_num_threads(threads[0])
 
     def wait() -> None:
         if device == "cuda":
@@ -128,6 +135,7 @@ def measure_policy(
     answer = served.act(inputs, keys, "train")
     stored = inputs | {name: value for name, value in answer.items() if name != "actions"}
     sample_bytes = sum(value.nbytes for value in stored.values()) // len(keys)
+    torch.set_num_threads(threads[1])
     points["train"], points["forward"] = _training(policy, inputs, answer, micro_batches, seconds, wait)
     (base, row), residual["train"] = fit([[1.0, p[0]] for p in points["train"]], [p[1] for p in points["train"]])
     share = statistics.median(f[1] / t[1] for f, t in zip(points["forward"], points["train"], strict=True))
