@@ -1,8 +1,9 @@
 """Does the data plane hold the weight plane up?  ``python benchmarks/planes.py [--steps 12] [--override ...]``
 
-Two whole runs on the emulator, all stages on, real processes, queues and weight sync, that differ in one thing: how
-long a chunk step takes. In the first the data plane is all but idle. In the second nothing holds it back: large images
-go from simulators to the policy and, with everything else, to the store and the learner, as fast as this machine can.
+Three whole runs on the emulator, all stages on, real processes, queues and weight sync. In the first a chunk step takes
+long, and the data plane is all but idle. In the last nothing holds it back: large images go from simulators to the
+policy and, with everything else, to the store and the learner, as fast as this machine can. The one between tells what
+data adds from what a busy policy worker adds: chunk steps take no time either, but images are 4 pixels wide.
 What is compared is ``timing_s/publish``: from the moment a version is to be sent until every policy worker serves it.
 """
 
@@ -28,12 +29,16 @@ COMMON = [
     "++vla3.env.options.cameras=2", "data.train_batch_size=8", "actor_rollout_ref.model.options.sync_ms=0",
     "actor_rollout_ref.model.options.train_ms_per_sample=0", "vla3.stages.training.max_staleness=2",
 ]  # fmt: skip
-LOADS = {"idle": "vla3.env.options.chunk_ms=300", "saturated": "vla3.env.options.chunk_ms=0"}
+LOADS = {
+    "idle": ["vla3.env.options.chunk_ms=300"],
+    "small images": ["vla3.env.options.chunk_ms=0", "++vla3.env.options.image_size=4"],
+    "saturated": ["vla3.env.options.chunk_ms=0"],
+}
 
 
 def run(load: str, steps: int, overrides: list[str], directory: Path) -> dict[str, Any]:
     command = [
-        sys.executable, "-m", "verl.trainer.main", *COMMON, LOADS[load], f"vla3.run_dir={directory}",
+        sys.executable, "-m", "verl.trainer.main", *COMMON, *LOADS[load], f"vla3.run_dir={directory}",
         f"trainer.total_training_steps={WARMUP + steps}", *overrides,
     ]  # fmt: skip
     directory.mkdir(parents=True)
@@ -59,12 +64,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="keep the runs here")
     args = parser.parse_args()
     out = args.out or Path(tempfile.mkdtemp(prefix="vla3-planes-"))
-    found = [run(load, args.steps, args.override, out / load) for load in LOADS]
+    found = [run(load, args.steps, args.override, out / load.replace(" ", "-")) for load in LOADS]
     for row in found:
         print(f"{row['load']:10} {row['data_mb_per_s']:8.1f} MB/s of data, a step {row['step_s']:6.2f} s, "
               f"publication {row['median_ms']:6.0f} ms in the median of {row['publish_ms']}")  # fmt: skip
-    ratio = found[1]["median_ms"] / found[0]["median_ms"]
-    print(f"saturated over idle: {ratio:.2f} on {os.cpu_count()} cores")
+    for other in found[:-1]:
+        ratio = found[-1]["median_ms"] / other["median_ms"]
+        print(f"saturated over {other['load']}: {ratio:.2f} on {os.cpu_count()} cores")
 
 
 if __name__ == "__main__":

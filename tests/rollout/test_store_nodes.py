@@ -135,6 +135,31 @@ def test_rows_of_both_nodes_in_one_request_and_fields_of_a_row_that_lie_apart(pe
 
 
 @pytest.mark.slow
+def test_a_node_whose_cpus_others_hold_is_named_where_its_unit_would_be_waited_for(peers):
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from vla3_plugin.placement.fit import PlacementError
+    from vla3_plugin.rollout.store_nodes import await_room
+
+    await_room(2, "CPU", seconds=0)  # beside the units that are there
+
+    @ray.remote(num_cpus=1)
+    class Other:
+        def ready(self):
+            return ray.get_runtime_context().get_node_id()
+
+    there = {node["NodeID"]: node["Resources"]["CPU"] for node in ray.nodes()}
+    others = [Other.options(scheduling_strategy=NodeAffinitySchedulingStrategy(n, soft=False)).remote() for n in there]
+    ray.get([other.ready.remote() for other in others])
+    with pytest.raises(PlacementError, match=r"1 wanted, 0 of 2 CPUs free\. .*required_node_resource=store"):
+        await_room(2, "CPU", seconds=3)
+    for other in others:
+        ray.kill(other)
+    await_room(2, "CPU", seconds=30)  # as soon as they are gone
+
+
+@pytest.mark.slow
 def test_one_node_may_hold_all_that_the_store_has_room_for(peers):
     here, _ = peers
     keys = [f"0_{i}" for i in range(8)]

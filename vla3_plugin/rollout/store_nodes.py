@@ -10,7 +10,8 @@ Imported after ``transfer_queue`` in every process (``plugin``); on one node not
 
 from __future__ import annotations
 
-from collections import defaultdict
+import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,8 +25,9 @@ from transfer_queue.metadata import BatchMeta
 from transfer_queue.storage.bootstrap import StorageBootstrapProvider
 from transfer_queue.storage.managers import AsyncSimpleStorageManager, StorageManagerFactory
 from transfer_queue.storage.managers.simple_storage_manager import RoutingGroup
+from transfer_queue.utils.common import get_node_round_robin_scheduling_strategies
 
-from vla3_plugin.placement.fit import storage_units, whereabouts
+from vla3_plugin.placement.fit import PlacementError, storage_units, whereabouts
 from vla3_plugin.telemetry import traffic
 
 BACKEND = "SimpleStorage"
@@ -180,12 +182,44 @@ def initialize(conf: DictConfig) -> dict[str, Any]:
         if given["total_storage_size"] is not None:
             storage.total_storage_size = given["total_storage_size"] * storage.num_data_storage_units
         storage.required_node_resource = given["required_node_resource"] or "CPU"  # it goes round nodes that have it
+        await_room(storage.num_data_storage_units, storage.required_node_resource)
         handles = _initialize(conf)
         where = ray.get([handle.__ray_call__.remote(whereabouts) for handle in handles.values()])
         units = [storage.zmq_info[name].id for name in handles]
         storage[_NODES] = {unit: found["node_id"] for unit, found in zip(units, where, strict=True)}
         storage.update(given)
     return handles
+
+
+def await_room(units: int, resource: str, seconds: float = 60.0) -> None:
+    """Until each node has a CPU free for each of its storage units: they are tied to it, and one whose CPUs others hold
+    would be waited for without end. A run that has just ended may still hold some.
+
+    Raises:
+        PlacementError: after ``seconds``, with the nodes and what to do.
+    """
+    placed = get_node_round_robin_scheduling_strategies(units, required_node_resource=resource)
+    wanted, end = Counter(strategy.node_id for strategy in placed), time.monotonic() + seconds
+    while full := _without_room(wanted):
+        if time.monotonic() > end:
+            raise PlacementError(
+                f"no room for TransferQueue's storage units on {'; '.join(full)}. Stop what else runs there; or have "
+                "them on some nodes only: start those with a resource of their own (ray start --resources="
+                "'{\"store\": 1}') and set +transfer_queue.backend.SimpleStorage.required_node_resource=store"
+            )
+        time.sleep(1.0)
+
+
+def _without_room(wanted: Mapping[str, int]) -> list[str]:
+    """The nodes with fewer free CPUs than ``wanted``."""
+    free = ray._private.state.available_resources_per_node()  # as verl asks; Ray has no public one
+    nodes = {node["NodeID"]: node for node in ray.nodes()}
+    return [
+        f"{nodes[node]['NodeManagerAddress']}: {count} wanted, {free.get(node, {}).get('CPU', 0):g} of "
+        f"{nodes[node]['Resources'].get('CPU', 0):g} CPUs free"
+        for node, count in wanted.items()
+        if free.get(node, {}).get("CPU", 0) < count
+    ]
 
 
 _initialize: Any = StorageBootstrapProvider.get_provider(BACKEND)
