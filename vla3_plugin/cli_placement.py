@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,11 @@ def profile(args: argparse.Namespace) -> int:
     def make(index: int, slots: int) -> Any:
         return make_env(env.name, options, num_slots=slots, python=env.python, name=f"{env.name} {index}")
 
-    gpu = env.name == "maniskill" and torch.cuda.is_available()
-    simulator, observation = measure_env(env.name, make, args.processes, args.slots, chunk, args.env_seconds, gpu=gpu)
+    gpu = env.name == "maniskill" and torch.cuda.is_available() and options.get("sim_backend") != "cpu"
+    slots = args.slots or ([1] if env.name == "libero" else [1, 2, 4])  # LIBERO has one environment a process
+    simulator, observation = measure_env(
+        env.name, make, args.processes, slots, chunk, args.env_seconds, gpu=gpu, tasks=list(env.tasks or ())
+    )
     measured = measure_policy(
         policy, observation, args.batches, args.micro_batches, args.seconds, threads=(of_rollout, threads)
     )
@@ -57,6 +61,7 @@ def profile(args: argparse.Namespace) -> int:
         micro_batch=int(config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu),
         group_size=int(algorithm.group_size), epochs=int(algorithm.update_epoch),
         mini_batches=int(algorithm.num_mini_batches), advantage_statistics=str(algorithm.advantage_statistics),
+        normalize_advantages=bool(algorithm.normalize_advantages), adv_type=str(algorithm.adv_type),
         note=f"recipe {args.recipe}" + ("" if args.runs else "; host costs not measured (--runs)"),
     )  # fmt: skip
     made.save(args.out)
@@ -92,7 +97,14 @@ def plan(args: argparse.Namespace) -> int:
     from vla3_plugin.placement.profile_file import read_profile
 
     found = read_profile(args.profile)
-    plans = search(found, args.gpus, args.nodes, args.episodes, args.seconds)
+    try:
+        plans = search(found, args.gpus, args.nodes, args.episodes, args.seconds)
+    except (TypeError, ArithmeticError, LookupError) as error:  # a profile's numbers are the user's
+        raise ValueError(f"{args.profile}: no plan from its numbers ({type(error).__name__}: {error})") from None
+    for name, counts in (("within_gb_s", args.gpus > 1), ("between_gb_s", args.nodes > 1)):
+        if counts and not getattr(found.hardware, name):
+            print(f"note: hardware.{name} is 0 in {args.profile}, so what is sent there counts as taking no time; "
+                  "write it into the file", file=sys.stderr)  # fmt: skip
     if args.json:
         print(json.dumps([p.to_dict() for p in plans[: args.show]], indent=1))
     else:
@@ -111,7 +123,7 @@ def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     measure.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     measure.add_argument("--micro-batches", type=int, nargs="+", default=[2, 4, 8, 16])
     measure.add_argument("--processes", type=int, nargs="+", default=[1, 2])
-    measure.add_argument("--slots", type=int, nargs="+", default=[1, 2, 4], help="environments of a process")
+    measure.add_argument("--slots", type=int, nargs="+", help="environments of a process; 1 2 4, LIBERO 1")
     measure.add_argument("--seconds", type=float, default=0.5, help="of each point of the policy")
     measure.add_argument("--env-seconds", type=float, default=4.0, help="of each point of the simulator")
     measure.add_argument("--runs", type=Path, nargs="*", default=[], help="directories of emulator runs: host costs")

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from vla3_plugin.cli_placement import compose_recipe
 from vla3_plugin.config import parse
+from vla3_plugin.config_checks import contradictions
 from vla3_plugin.placement import auto, memory, resolve
 from vla3_plugin.placement.profile_file import EnvProfile, Hardware, PolicyProfile, Profile
 
@@ -44,6 +45,7 @@ def compose(tmp_path, monkeypatch):
     [
         (["vla3.placement.profile=null"], None, "vla3.placement.profile: null.*vla3 profile --recipe"),
         (["vla3.placement.mode=collocated"], None, "profile says nothing without vla3.placement.mode=auto"),
+        (["vla3.placement.ratio='rollout:actor = 1:1'"], None, "says nothing beside vla3.placement.ratio.*ratio=null"),
         (["vla3.placement.profile=nothing.json"], None, "profile nothing.json: not readable"),
         ([], profile("libero"), "of the simulator 'libero', this run's is 'maniskill'"),
         (["vla3.placement.node_gpus=[2,3]"], None, r"node_gpus: \[2, 3\].*the same number in every node"),
@@ -75,6 +77,28 @@ def test_a_streamed_choice_plans_for_the_mini_batches_of_the_run(compose, given)
     assert faults == [] and choice.settings["vla3.stages.streaming.enabled"]
     assert choice.settings["vla3.algorithm.advantage_statistics"] == given
     assert "vla3.algorithm.num_mini_batches" not in choice.settings, "the run's own"
+
+
+def test_a_choice_is_for_as_many_devices_as_were_planned_for(compose):
+    """Without an accelerator as many as the config has ranks and policy workers; a ratio alone forgets how many."""
+    for train_ms in (0.5, 100.0):
+        config, vla3 = compose("trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.n_gpus_per_node=2",
+                               file=profile(train_ms=train_ms))  # fmt: skip
+        choice, faults = auto.settle(config, vla3)
+        assert faults == [] and choice.settings["vla3.placement.node_gpus"] == [4]
+        placement, faults = resolve.place(config, vla3)
+        assert faults == [] and placement.cluster.gpus == (4,)
+        counts = {name: len(placement.components[name]) for name in ("actor", "rollout")}
+        assert f"{counts['rollout']} policy workers and {counts['actor']} learner ranks" in choice.why
+
+
+def test_a_choice_that_the_configs_own_checks_refuse_is_passed_over(compose):
+    """length_normalization cannot be streamed beside a critic."""
+    config, vla3 = compose("vla3.placement.node_gpus=[8]", "vla3/stages@_global_=synchronous",
+                           "vla3.algorithm.length_normalization=true")  # fmt: skip
+    choice, faults = auto.settle(config, vla3)
+    assert faults == [] and not choice.settings["vla3.stages.streaming.enabled"]
+    assert contradictions(vla3) == []
 
 
 def test_a_dear_learner_gets_more_devices_and_dear_simulators_more_policy_workers(compose):

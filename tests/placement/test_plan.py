@@ -1,8 +1,10 @@
 """The planner: costs on paper by hand, what it refuses, what it prints, and how long it takes for 1,024 GPUs."""
 
 import json
+import shlex
 import time
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vla3_plugin.cli import main
-from vla3_plugin.placement.plan import candidates, estimate, format_plans, plan, scaled_down, settings_of
+from vla3_plugin.placement.plan import candidates, config_of, estimate, format_plans, plan, scaled_down, settings_of
 from vla3_plugin.placement.plan_costs import (
     Link,
     Sharding,
@@ -160,6 +162,8 @@ def _streamed(found, batch=64):
         ({"mini_batches": 4}, True, "mini_batch"),
         ({"mini_batches": 4, "advantage_statistics": "previous"}, False, "previous"),
         ({"mini_batches": 4, "group_size": 8}, False, "previous"),  # a group's advantages are its own
+        ({"mini_batches": 4, "group_size": 8, "adv_type": "gae"}, True, "mini_batch"),
+        ({"mini_batches": 4, "normalize_advantages": False}, False, "previous"),
         ({"mini_batches": 1}, False, "previous"),
     ],
 )
@@ -167,6 +171,58 @@ def test_a_streamed_plan_of_ppo_waits_for_whole_mini_batches_and_says_so_in_its_
     for found in _streamed(profile().but(**change)):
         assert found.work.schedule.whole_mini_batches is whole
         assert settings_of(found)["vla3.algorithm.advantage_statistics"] == statistics
+
+
+def test_simulators_share_the_cores_of_the_nodes_that_they_are_on():
+    """Apart from the learner all 8 policy workers are on one node of two; in cells 4 on each."""
+    few = profile(cores=8)
+    alike = {}
+    for found in candidates(few, 16, 2, 128):
+        layout = found.work.layout
+        if (layout.ranks, layout.shards, layout.slots) == (8, 8, 1) and not layout.shared:
+            alike[found.mode] = found.work.env.chunk_ms.mean_ms
+    assert alike["disaggregated"] == pytest.approx(2 * alike["cells"])
+    room = few.but(hardware=replace(few.hardware, host_memory_gb=60.0))  # 54 may be planned, of 2 GB a simulator
+    most = {mode: max(c.work.layout.shards for c in candidates(room, 16, 2, 128) if c.mode == mode
+                      and c.work.layout.ranks == 8) for mode in ("disaggregated", "cells")}  # fmt: skip
+    assert most == {"disaggregated": 2, "cells": 4}
+
+
+def test_a_plan_names_its_cluster_and_takes_back_what_a_recipe_says_against_it():
+    for found in candidates(profile(), 16, 2, 128):
+        settings = settings_of(found)
+        assert settings["vla3.placement.node_gpus"] == [8, 8]
+        assert settings["vla3.env.pipeline_stage_num"] <= found.work.layout.shards
+        if found.mode == "collocated":
+            assert settings["vla3.placement.ratio"] is None
+            assert settings["actor_rollout_ref.rollout.checkpoint_engine.backend"] == "vla3_gloo"
+
+
+@pytest.mark.parametrize("gpus, nodes", [(4, 1), (8, 2)])
+def test_a_config_that_was_pasted_into_a_recipe_is_placed_as_it_was_planned(gpus, nodes):
+    """Into one that has a ratio, nccl and a pipeline of its own, as recipes for GPUs do."""
+    import verl  # noqa: F401  loads the plugin
+
+    from vla3_plugin.cli_placement import compose_recipe
+    from vla3_plugin.config import parse
+    from vla3_plugin.placement import resolve as run
+
+    recipes = ["vla3.placement.ratio='rollout:actor = 1:1'", "vla3.env.pipeline_stage_num=2",
+               "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl"]  # fmt: skip
+    seen = set()
+    for found in candidates(profile(), gpus, nodes, 8 * gpus):
+        layout = found.work.layout
+        kind = (found.mode, layout.ranks, found.work.schedule.streaming)
+        if kind in seen:
+            continue
+        seen.add(kind)
+        config = compose_recipe("vla3_maniskill_sync", [*recipes, *shlex.split(" ".join(config_of(found)))])
+        vla3 = parse(config.vla3)
+        placement, faults = run.place(config, vla3)
+        assert faults == [], (kind, faults)
+        assert len(placement.components["actor"]) == layout.ranks
+        assert len(placement.components["rollout"]) == layout.replicas
+        assert placement.cluster.gpus == (gpus // nodes,) * nodes
 
 
 def test_every_mini_batch_pays_for_its_reduction():
@@ -241,6 +297,9 @@ def test_a_profile_survives_its_file(tmp_path):
         (lambda d: d["env"].pop("chunk_ms"), "env: missing 1 required positional argument: 'chunk_ms'"),
         (lambda d: d.update(host=3), "host: 3, expected a mapping"),
         (lambda d: d["host"].update(batch_ms=-1), "host.batch_ms: -1"),
+        (lambda d: d.update(group_size=0), "p.json.group_size: 0, expected a whole number"),
+        (lambda d: d.update(mini_batches="4"), "mini_batches: '4', expected a whole number"),
+        (lambda d: d.update(advantage_statistics="batches"), "'batches', expected one of batch, mini_batch, previous"),
     ],
 )
 def test_a_damaged_profile_is_refused_by_field(tmp_path, change, said):
@@ -252,16 +311,15 @@ def test_a_damaged_profile_is_refused_by_field(tmp_path, change, said):
         read_profile(tmp_path / "p.json")
 
 
-@pytest.mark.parametrize("gpus, nodes", [(8, 1), (16, 2), (64, 8)])
+@pytest.mark.parametrize("gpus, nodes", [(8, 1), (16, 2), (64, 8), (6, 2), (6, 3), (9, 1)])
 def test_every_plan_can_be_placed_with_as_many_learner_ranks_on_each_of_its_nodes(gpus, nodes):
     cluster, seen = Cluster((gpus // nodes,) * nodes), set()
-    for found in quick(profile(), gpus, nodes):
-        layout, mode = found.candidate.work.layout, found.candidate.mode
+    for found in candidates(profile(), gpus, nodes, 8 * gpus):
+        layout, mode = found.work.layout, found.mode
         if (layout.ranks, mode) in seen:
             continue
         seen.add((layout.ranks, mode))
-        overrides = dict(o.strip("'").split("=", 1) for o in found.to_dict()["config"])
-        ratio = overrides.get("vla3.placement.ratio", "").strip('"') or None
+        ratio = settings_of(found)["vla3.placement.ratio"]
         placed = resolve(cluster, mode="collocated" if layout.shared else "disaggregated", ratio=ratio,
                          ratio_per_node=mode == "cells")  # fmt: skip
         counts = Counter(p.node for p in placed.components["actor"])

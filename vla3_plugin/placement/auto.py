@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf, open_dict
 
 from vla3_plugin import config_cross
+from vla3_plugin.config_checks import contradictions
 from vla3_plugin.placement import resolve
 from vla3_plugin.placement.memory import GB, available_memory
 from vla3_plugin.placement.plan import Plan, plan, settings_of
@@ -55,8 +56,17 @@ class Choice:
 def settle(config: Any, vla3: VLA3Config) -> tuple[Choice | None, list[str]]:
     """Choose and set, where the planner is asked to: (what was set, faults), (None, []) where it is not."""
     if not resolve.chooses(vla3.placement):
-        idle = vla3.placement.profile is not None
-        return None, [f"{KEY}.profile says nothing without {KEY}.mode=auto, or beside places or a ratio"] * idle
+        if vla3.placement.profile is None:
+            return None, []
+        if vla3.placement.mode != "auto":
+            return None, [f"{KEY}.profile says nothing without {KEY}.mode=auto"]
+        nothing = {"component_placement": "{}", "ratio": "null"}
+        return None, [
+            f"{KEY}.profile says nothing beside {KEY}.{name}: {value!r}, which says where things go; set "
+            f"{KEY}.{name}={none} for the planner to choose"
+            for name, none in nothing.items()
+            if (value := getattr(vla3.placement, name))
+        ]
     try:
         cluster = resolve.cluster_of(config, vla3.placement)
     except SpecError as error:
@@ -86,6 +96,7 @@ def choose(config: Any, vla3: VLA3Config, cluster: Cluster) -> tuple[Choice | No
     first: list[str] = []
     for rank, found in enumerate(plans[:_TRIED]):
         settings = {key: value for key, value in settings_of(found.candidate).items() if key not in _OF_THE_RUN}
+        settings["vla3.placement.node_gpus"] = list(cluster.gpus)  # with those that have none
         if not (faults := _faults(config, vla3, settings)):
             return Choice(settings, _why(found, rank, len(plans), cluster)), []
         first = first or faults
@@ -152,6 +163,8 @@ def _of_this_run(profile: Profile, config: Any, vla3: VLA3Config) -> Profile:
         epochs=vla3.algorithm.update_epoch,
         mini_batches=vla3.algorithm.num_mini_batches,
         advantage_statistics=vla3.algorithm.advantage_statistics,
+        normalize_advantages=vla3.algorithm.normalize_advantages,
+        adv_type=vla3.algorithm.adv_type,
         micro_batch=int(config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu),
     )
 
@@ -178,7 +191,7 @@ def _faults(config: Any, vla3: VLA3Config, settings: dict[str, Any]) -> list[str
     resolve.derive(config, vla3, placement)
     from vla3_plugin.trainer.preflight import memory_faults  # which asks the placement's memory
 
-    return config_cross.faults(config, vla3) or memory_faults(config, vla3)
+    return contradictions(vla3) or config_cross.faults(config, vla3) or memory_faults(config, vla3)
 
 
 def _why(found: Plan, rank: int, count: int, cluster: Cluster) -> str:

@@ -160,7 +160,8 @@ def candidates(profile: Profile, gpus: int, nodes: int, batch: int) -> Iterator[
     per_node = gpus // nodes
     for mode, ranks in _splits(gpus, nodes):
         replicas = gpus if mode == "collocated" else gpus - ranks
-        for slots, shards in _environments(profile, replicas, nodes, batch):
+        each = _on_fullest_node(mode, replicas, nodes, per_node)
+        for slots, shards in _environments(profile, replicas, each, batch):
             for schedule in _schedules(profile, mode, shards, slots, batch, replicas):
                 layout = Layout(replicas, shards, slots, replicas, ranks, mode == "collocated", profile.env.gpu)
                 yield _candidate(profile, mode, layout, schedule, nodes, per_node)
@@ -170,22 +171,22 @@ def _splits(gpus: int, nodes: int) -> Iterator[tuple[str, int]]:
     """(mode, learner ranks)."""
     per_node = gpus // nodes
     yield "collocated", gpus
-    for eighths in range(1, 8):
-        ranks = gpus * eighths // 8
-        if 0 < ranks < gpus and ranks * 8 == gpus * eighths:
-            if nodes == 1 or ranks % per_node == 0 or ranks <= per_node:  # as many ranks on each of the learner's nodes
-                yield "disaggregated", ranks
-            if nodes > 1 and ranks % nodes == 0:
-                yield "cells", ranks
-    if gpus < 8:
-        for ranks in range(1, gpus):
-            if ranks * 8 % gpus:
-                yield "disaggregated", ranks
+    eighths = [gpus * part // 8 for part in range(1, 8) if gpus * part % 8 == 0]
+    for ranks in eighths if eighths and gpus >= 8 else range(1, gpus):
+        if nodes == 1 or ranks % per_node == 0 or ranks <= per_node:  # as many ranks on each of the learner's nodes
+            yield "disaggregated", ranks
+        if nodes > 1 and ranks % nodes == 0:
+            yield "cells", ranks
 
 
-def _environments(profile: Profile, replicas: int, nodes: int, batch: int) -> Iterator[tuple[int, int]]:
-    """(environments in a process, processes of a replica), as far as cores, memory and the batch go."""
-    each = math.ceil(replicas / nodes)  # replicas of a node
+def _on_fullest_node(mode: str, replicas: int, nodes: int, per_node: int) -> int:
+    """Replicas there, and the simulators with them. Where the learner is apart they fill the first nodes."""
+    return min(replicas, per_node) if mode == "disaggregated" else math.ceil(replicas / nodes)
+
+
+def _environments(profile: Profile, replicas: int, each: int, batch: int) -> Iterator[tuple[int, int]]:
+    """(environments in a process, processes of a replica), as far as cores, memory and the batch go, where ``each`` of
+    the replicas are on one node."""
     most = max(1, batch // replicas)  # more environments than episodes of a step would idle
     sizes = (1, 2, 4, 8, 16, 32, 64, 128) if profile.env.gpu or profile.env.memory_per_env_gb else (1,)
     for slots in sizes:
@@ -201,21 +202,22 @@ def _schedules(profile: Profile, mode: str, shards: int, slots: int, batch: int,
     rows = shards * slots
     parts = max(1, min(profile.mini_batches, batch // profile.group_size))  # of whole groups
     base = Schedule(train_batch_size=batch, micro_batch=profile.micro_batch, group_size=profile.group_size,
-                    epochs=profile.epochs, mini_batches=parts, bootstrap=profile.group_size == 1,
+                    epochs=profile.epochs, mini_batches=parts, bootstrap=profile.critic,
                     max_batch_size=rows)  # fmt: skip
     for stages in (1, 2, 4):
         if shards >= stages:
             yield replace(base, pipeline_stage_num=stages)
     if mode == "collocated":
         return
-    whole = streamed_statistics(parts, profile.advantage_statistics) == "mini_batch"
+    whole = profile.critic and profile.normalize_advantages
+    whole = whole and streamed_statistics(parts, profile.advantage_statistics) == "mini_batch"
     # the closed form cannot tell these apart, and the first of equals is simulated: the likely best comes first
     for limit in sorted({max(1, rows // 4), max(1, rows // 2), rows}, reverse=True):
         for wait in (0.0, 5.0):
             for staleness in (2, 1):
                 yield replace(base, interaction=True, streaming=True, training=True, max_batch_size=limit,
                               max_wait_ms=wait, max_staleness=staleness,
-                              whole_mini_batches=whole and base.bootstrap)  # fmt: skip
+                              whole_mini_batches=whole)  # fmt: skip
 
 
 def _candidate(profile: Profile, mode: str, layout: Layout, schedule: Schedule, nodes: int, per_node: int) -> Candidate:
@@ -242,7 +244,7 @@ def _candidate(profile: Profile, mode: str, layout: Layout, schedule: Schedule, 
     replica = policy.memory_gb or replica_bytes(policy.parameters) / GB
     simulator = profile.env.memory_gb + (layout.slots - 1) * profile.env.memory_per_env_gb if profile.env.gpu else 0.0
     rollout = replica + layout.shards * simulator
-    processes = layout.workers * layout.shards / nodes
+    processes = _on_fullest_node(mode, layout.replicas, nodes, per_node) * layout.shards
     env = profile.env.times(layout.slots, 0 if profile.env.gpu else processes, hardware.cores)
     name = f"{mode} {layout.replicas}:{layout.ranks}"
     work = Workload(env, policy.settings, layout, schedule, host, name)
@@ -278,7 +280,11 @@ def settings_of(candidate: Candidate) -> dict[str, Any]:
     """The keys of a run's config that make it this candidate."""
     layout, s, nodes = candidate.work.layout, candidate.work.schedule, candidate.nodes
     found: dict[str, Any] = {"vla3.placement.mode": "collocated" if layout.shared else "disaggregated"}
-    if not layout.shared:
+    found["vla3.placement.node_gpus"] = [layout.devices // nodes] * nodes
+    if layout.shared:  # what a recipe may have instead
+        found["vla3.placement.ratio"] = None
+        found["actor_rollout_ref.rollout.checkpoint_engine.backend"] = "vla3_gloo"  # nccl has no two ranks on a GPU
+    else:
         common = math.gcd(layout.replicas, layout.ranks)
         ratio = f"rollout:actor = {layout.replicas // common}:{layout.ranks // common}"
         found["vla3.placement.ratio"] = ratio
@@ -295,10 +301,11 @@ def settings_of(candidate: Candidate) -> dict[str, Any]:
     if s.interaction:
         found["vla3.stages.interaction.max_batch_size"] = s.max_batch_size
         found["vla3.stages.interaction.max_wait_ms"] = float(s.max_wait_ms)
-    else:
-        found["vla3.env.pipeline_stage_num"] = s.pipeline_stage_num
+        found["vla3.stages.interaction.batching"] = s.batching
+    found["vla3.env.pipeline_stage_num"] = s.pipeline_stage_num
     if s.training:
         found["vla3.stages.training.max_staleness"] = s.max_staleness
+        found["vla3.stages.training.just_in_time"] = s.just_in_time
     if s.streaming:  # what a streamed batch cannot have before it is complete
         statistics = "mini_batch" if s.whole_mini_batches else "previous"
         found |= {"vla3.algorithm.advantage_statistics": statistics, "vla3.algorithm.mini_batches": "episodes"}
@@ -312,11 +319,15 @@ def settings_of(candidate: Candidate) -> dict[str, Any]:
 def config_of(candidate: Candidate) -> list[str]:
     """Overrides to paste into a shell."""
 
-    def text(value: Any) -> str:
-        return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else value
+    def text(key: str, value: Any) -> str:
+        if isinstance(value, list):
+            return f"'{key}=[{','.join(map(str, value))}]'"
+        if isinstance(value, str) and " " in value:
+            return f"'{key}=\"{value}\"'"
+        plain = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+        return f"{key}={plain:g}" if isinstance(value, float) else f"{key}={plain}"
 
-    pairs = settings_of(candidate).items()
-    return [f"'{key}=\"{value}\"'" if " " in str(value) else f"{key}={text(value)}" for key, value in pairs]
+    return [text(key, value) for key, value in settings_of(candidate).items()]
 
 
 def format_plans(plans: list[Plan], shown: int = 10) -> str:

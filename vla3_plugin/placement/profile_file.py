@@ -106,8 +106,26 @@ class Profile:
     group_size: int = 1
     epochs: int = 1
     mini_batches: int = 1
-    advantage_statistics: str = "batch"  # as the recipe has it
+    advantage_statistics: str = "batch"  # as the recipe has it, like the next two
+    normalize_advantages: bool = True
+    adv_type: str | None = None  # gae or grpo; None: gae where a group is one episode
     note: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batch", "group_size", "epochs", "mini_batches"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: {value!r}, expected a whole number from 1 up")
+        choices = {"advantage_statistics": ("batch", "mini_batch", "previous"), "adv_type": (None, "gae", "grpo")}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                expected = ", ".join(str(choice) for choice in known if choice)
+                raise ValueError(f"{name}: {getattr(self, name)!r}, expected one of {expected}")
+
+    @property
+    def critic(self) -> bool:
+        """Whether the advantages are GAE's."""
+        return self.adv_type == "gae" if self.adv_type else self.group_size == 1
 
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, **asdict(self)}
@@ -150,3 +168,5 @@ def _typed(kind: Any, data: Any, where: str) -> Any:
         return kind(**values)
     except TypeError as error:
         raise ValueError(f"{where}: {str(error).split(') ')[-1]}") from None
+    except ValueError as error:
+        raise ValueError(f"{where}.{error}") from None

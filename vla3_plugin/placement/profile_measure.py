@@ -6,6 +6,7 @@ Lines are least squares on relative distances with no negative part, and the pro
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import platform
 import statistics
@@ -229,25 +230,28 @@ def measure_env(
     chunk: int,
     seconds: float = 5.0,
     gpu: bool = False,
+    tasks: Sequence[int] = (),
 ) -> tuple[EnvProfile, Observation]:
     """Chunk steps of random actions, with each number of processes and of environments in one, ``seconds`` each.
 
     Args:
         make: a simulator in a process of its own, from its index and its number of environments.
         chunk: control steps of a chunk.
+        tasks: those that the run plays; all of them by default. A simulator may build a scene where they change.
     """
     points: dict[str, list[list[float]]] = {"chunk": []}
     resets: list[float] = []
     alone: list[float] = []
     cpu_ms = memory = 0.0
+    grown: list[tuple[int, float]] = []  # environments in a process, its memory
     observation: Observation | None = None
     chunks = 1.0
     for count, size in itertools.product(processes, slots):
         envs = [make(i, size) for i in range(count)]
         try:
             spec = envs[0].spec
-            chunks = max(1.0, spec.max_steps / chunk)
-            taken, used, first = _play(envs, size, chunk, seconds, resets)
+            chunks = max(1.0, math.ceil(spec.max_steps / chunk))  # the last one may be cut
+            taken, used, first = _play(envs, size, chunk, seconds, resets, tasks)
             observation = observation or first
             rss = _memory_gb(envs)
         finally:
@@ -256,21 +260,27 @@ def measure_env(
         points["chunk"].append([count, size, statistics.mean(taken), statistics.median(taken), max(taken), used])
         if count == min(processes) and size == min(slots):
             alone, cpu_ms, memory = sorted(taken), used / size, rss
+        if count == min(processes):
+            grown.append((size, rss))
     assert observation is not None
     at_one = [p for p in points["chunk"] if p[0] == min(processes)]
     slope, residual = 0.0, {}
     if len(at_one) > 1:
         (_, slope), residual["chunk"] = fit([[1.0, p[1]] for p in at_one], [p[2] for p in at_one])
     points["residual"] = [[residual.get("chunk", 0.0)]]
+    (few, least), (many, most) = min(grown), max(grown)
+    each = max(0.0, most - least) / (many - few) if many > few else 0.0
     shifted = tuple(round(ms - slope * (min(slots) - 1), 3) for ms in _thin(alone))
     return (
-        EnvProfile(name, shifted, slope, statistics.median(resets), cpu_ms, chunks, memory, gpu=gpu, points=points),
+        EnvProfile(
+            name, shifted, slope, statistics.median(resets), cpu_ms, chunks, memory, round(each, 4), gpu, points
+        ),
         observation,
     )
 
 
 def _play(
-    envs: Sequence[Any], slots: int, chunk: int, seconds: float, resets: list[float]
+    envs: Sequence[Any], slots: int, chunk: int, seconds: float, resets: list[float], tasks: Sequence[int] = ()
 ) -> tuple[list[float], float, Observation]:
     """(ms of every chunk step, processor ms of one, the first observation); all processes at the same time."""
     import psutil
@@ -283,11 +293,13 @@ def _play(
     episodes = itertools.count()
     children = [psutil.Process(pid) for pid in _pids(envs)]
 
-    def begin(env: Any, slot: int) -> None:
+    chosen = list(tasks) or list(range(spec.num_tasks))
+
+    def begin(env: Any, slot: int) -> float:
         start, index = time.perf_counter(), next(episodes)
         states = max(1, spec.num_init_states)
-        seen.append(env.reset(slot, Episode(index, index % spec.num_tasks, index % states, index, index)))
-        resets.append(1e3 * (time.perf_counter() - start))
+        seen.append(env.reset(slot, Episode(index, chosen[index % len(chosen)], index % states, index, index)))
+        return 1e3 * (time.perf_counter() - start)
 
     def work(env: Any, number: int, end: float) -> None:
         rng = np.random.default_rng(number)
@@ -300,11 +312,11 @@ def _play(
             first = False
             for slot, result in enumerate(results):
                 if result.done:
-                    begin(env, slot)
+                    resets.append(begin(env, slot))
 
     for env in envs:
         for slot in range(slots):
-            begin(env, slot)
+            built = begin(env, slot)  # with all that is done once
     before = sum(sum(c.cpu_times()[:2]) for c in children)
     end = time.perf_counter() + seconds
     threads = [threading.Thread(target=work, args=(env, i, end)) for i, env in enumerate(envs)]
@@ -312,6 +324,8 @@ def _play(
         thread.start()
     for thread in threads:
         thread.join()
+    if not resets:  # no episode has ended: there is no other
+        resets.append(built)
     used = 1e3 * (sum(sum(c.cpu_times()[:2]) for c in children) - before) / len(taken)
     return taken, used, seen[0]
 
