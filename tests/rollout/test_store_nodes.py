@@ -87,7 +87,7 @@ def peers():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_worker_niceness", "0")  # ray's 15 has them wait for every other test
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3})  # one for the controller
         cluster.add_node(num_cpus=2)
     ray.init(address=cluster.address, log_to_driver=False)
     nodes = [node["NodeID"] for node in ray.nodes()]
@@ -152,7 +152,7 @@ def test_a_node_whose_cpus_others_hold_is_named_where_its_unit_would_be_waited_f
     there = {node["NodeID"]: node["Resources"]["CPU"] for node in ray.nodes()}
     others = [Other.options(scheduling_strategy=NodeAffinitySchedulingStrategy(n, soft=False)).remote() for n in there]
     ray.get([other.ready.remote() for other in others])
-    with pytest.raises(PlacementError, match=r"1 wanted, 0 of 2 CPUs free\. .*required_node_resource=store"):
+    with pytest.raises(PlacementError, match=r"1 wanted, 0 of 2 CPUs free.*required_node_resource=store"):
         await_room(2, "CPU", seconds=3)
     for other in others:
         ray.kill(other)
