@@ -72,16 +72,18 @@ def test_episodes_that_last_several_steps_do_not_make_it_swing(length, slots, bo
     times as long."""
     early = Played(False, lambda _: length, slots, bound=bound)
     just = Played(True, lambda _: length, slots, bound=bound)
-    assert just.step_s(since=1) <= 1.03 * early.step_s(since=1)
+    assert just.step_s(since=12) <= 1.03 * early.step_s(since=12)
+    assert sum(just.took) - sum(early.took) <= 2 * length, "what finding it costs, once"
     assert max(just.took[2 * bound :]) <= 2 * PER_STEP
     assert just.age() <= early.age()
 
 
 def test_where_rollout_binds_the_bound_alone_holds():
     just = Played(True, lambda _: 16.0, 4)
-    assert just.leads[2:] == [just.lead.most] * 78
+    assert just.leads[3:] == [just.lead.most] * 77
     early = Played(False, lambda _: 16.0, 4)
-    assert (just.ages[3:], just.took[3:]) == (early.ages[3:], early.took[3:])
+    assert just.took == early.took, "from the first step on"
+    assert just.ages[4:] == early.ages[4:]
 
 
 @pytest.mark.parametrize("bound", [1, 2, 4])
@@ -121,11 +123,11 @@ QUIET = [(0.0, 10), (0.0, 4), (0.0, 9)]  # at the worst moment of it four are le
 
 def test_it_shrinks_by_what_was_left_over_at_the_worst_moment_of_a_window_of_steps():
     lead = Lead(PER_STEP, 2)
-    assert lead.groups == 16, "this step's and the next one's"
-    assert steps(lead, QUIET, QUIET) == 16, "a window is three steps"
-    assert steps(lead, QUIET) == 14
-    assert steps(lead, QUIET, [(0.0, 9)], [(0.0, 7)]) == 12
-    assert steps(lead, *[[(0.0, 2)]] * 3) == 12, "that is the reserve"
+    assert lead.groups == 10, "a step's and the reserve"
+    assert steps(lead, QUIET, QUIET) == 10, "a window is three steps"
+    assert steps(lead, QUIET) == 8
+    assert steps(lead, QUIET, [(0.0, 9)], [(0.0, 7)]) == 6
+    assert steps(lead, *[[(0.0, 2)]] * 3) == 6, "that is the reserve"
 
 
 @pytest.mark.parametrize(
@@ -142,9 +144,9 @@ def test_it_grows_by_what_the_learner_would_have_taken_while_it_waited_in_all_of
 
 def test_the_first_steps_wait_says_nothing():
     lead = Lead(PER_STEP, 2)
-    assert steps(lead, [(50.0, 2)]) == 16
-    assert steps(lead, [(0.0, 6)], [(0.0, 6)]) == 16
-    assert steps(lead, *[[(0.0, 6)]] * 3) == 12
+    assert steps(lead, [(50.0, 2)]) == 10
+    assert steps(lead, [(0.0, 6)], [(0.0, 6)]) == 10
+    assert steps(lead, *[[(0.0, 6)]] * 3) == 6
 
 
 def test_it_grows_while_the_learner_waits_and_not_only_afterwards():

@@ -29,9 +29,11 @@ class Lead:
     def __init__(self, groups_per_step: int, max_staleness: int) -> None:
         self.groups_per_step = groups_per_step
         self.most = (max_staleness + 1) * groups_per_step
-        self.groups = min(2 * groups_per_step, self.most)  # to begin with: this step's and the next one's
         self.window = max_staleness + 1
         self.margin = math.ceil(groups_per_step / 4)  # left over at the worst moment
+        # To begin with a step's and the reserve. It grows at once if that is too few; two steps' took a dozen steps to
+        # shrink, and their samples were old just where a policy changes most.
+        self.groups = min(groups_per_step + self.margin, self.most)
         self._floor = 1
         self._since_short = 0
         self._step_s = 0.0  # the last step's, from its beginning to the learner's end; 0: there was none
