@@ -85,10 +85,10 @@ def test_a_learner_that_finds_groups_left_over_has_fewer_started_and_one_that_wa
 
 @pytest.mark.parametrize(
     ("enabled", "bound", "just_in_time", "lead"),
-    [(True, 2, True, 4), (True, 2, False, None), (True, 0, True, None), (False, 2, True, None)],
+    [(True, 2, True, 3), (True, 2, False, None), (True, 0, True, None), (False, 2, True, None)],
 )
 def test_a_run_starts_its_groups_as_its_config_says(enabled, bound, just_in_time, lead):
-    """Just in time: those of two steps at first; otherwise all that the bound allows."""
+    """Just in time: those of a step and a quarter at first; otherwise all that the bound allows."""
     interaction = Interaction()
     stage = TrainingStage(enabled=enabled, max_staleness=bound, just_in_time=just_in_time)
     bound = bound if enabled else 0
